@@ -1,0 +1,5 @@
+"""`python -m pagestone`."""
+
+from pagestone.cli import main
+
+main()
