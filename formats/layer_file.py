@@ -1,0 +1,270 @@
+"""A layer file and its row-sum sidecar: safetensors files with promises (specs/container.md, "A layer file").
+
+`LayerFile` says what a file holds; its header is built from that and nothing else. `read_layer_file` does the
+reverse and refuses any file whose table of tensors is not exactly the one its metadata prescribes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagestone.formats import codecs
+from pagestone.formats.codecs import Codec
+from pagestone.formats.digests import canonical_json
+from pagestone.formats.errors import DataError, LayoutError, RequestError
+from pagestone.formats.layout import (
+    PAGE,
+    PART_NAMES,
+    PARTS,
+    ExpertShape,
+    LayerLayout,
+    MatrixTensor,
+    layer_entries,
+    record_layout,
+)
+from pagestone.formats.safetensors_header import Header, TensorEntry, build_header, read_header
+
+SPEC_VERSION = "1"
+KEY = "pagestone."
+BLOCKS = ("layers", "mtp")
+"""What a layer file belongs to: the decoder, or the multi-token-prediction block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """Everything a layer file's header is made from.
+
+    `prefix` is the full name of the experts module (`model.layers.3.mlp.experts`); `part_names` are the names of
+    gate, up and down below an expert; `count` is the number of experts.
+    """
+
+    codec: Codec
+    block: str
+    layer: int
+    prefix: str
+    shape: ExpertShape
+    count: int
+    part_names: tuple[str, str, str] = PART_NAMES
+
+    def metadata(self) -> dict[str, str]:
+        """The header's `__metadata__`: strings only, as safetensors prescribes."""
+        record = record_layout(self.codec, self.shape)
+        offsets = {
+            f"{self.part_names[PARTS.index(s.part)]}.{s.suffix}": s.offset for s in record.slots if s.part is not None
+        }
+        meta = {
+            "format": "pt",
+            f"{KEY}spec": SPEC_VERSION,
+            f"{KEY}codec": self.codec.name,
+            f"{KEY}parameters": canonical_json(self.codec.parameters).decode(),
+            f"{KEY}block": self.block,
+            f"{KEY}layer": str(self.layer),
+            f"{KEY}experts": str(self.count),
+            f"{KEY}hidden": str(self.shape.hidden),
+            f"{KEY}intermediate": str(self.shape.intermediate),
+            f"{KEY}stride": str(record.stride),
+            f"{KEY}prefix": self.prefix,
+            f"{KEY}parts": canonical_json(list(self.part_names)).decode(),
+            f"{KEY}offsets": canonical_json(offsets).decode(),
+        }
+        if self.shape.bias_dtype is not None:
+            meta[f"{KEY}bias_dtype"] = self.shape.bias_dtype
+        return meta
+
+    def head(self) -> bytes:
+        """All bytes before the first record; their length is a multiple of 4096."""
+        entries = layer_entries(record_layout(self.codec, self.shape), self.count, self.prefix, self.part_names)
+        return build_header(list(entries), self.metadata(), PAGE)
+
+    def layout(self, data_start: int | None = None) -> LayerLayout:
+        """Where the records lie; `data_start` as found in a file, or as `head` makes it."""
+        start = len(self.head()) if data_start is None else data_start
+        return LayerLayout(record_layout(self.codec, self.shape), self.count, start)
+
+    # -- the sidecar ---------------------------------------------------------------------------------------------
+
+    def sidecar_tensors(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """(name, dtype, shape) of the sidecar's tensors: `<fused name>.<suffix>` [E, rows]; empty if none.
+
+        gate and up stand side by side in one tensor, as their rows do in a record.
+        """
+        parts: dict[str, MatrixTensor] = {}
+        for part in PARTS:
+            for tensor in self.codec.sidecar(self.shape.matrix(part)[0]):
+                parts[part] = tensor
+        if not parts:
+            return ()
+        gate, up, down = (parts[p] for p in PARTS)
+        return (
+            (f"gate_up_proj.{gate.suffix}", gate.dtype, (self.count, gate.shape[0] + up.shape[0])),
+            (f"down_proj.{down.suffix}", down.dtype, (self.count, down.shape[0])),
+        )
+
+    def sidecar_head(self) -> bytes:
+        """All bytes of the sidecar file before its data, which begin at a multiple of 4096."""
+        entries, position = [], 0
+        for name, dtype, shape in self.sidecar_tensors():
+            size = MatrixTensor("", "", dtype, shape).nbytes
+            entries.append((name, dtype, shape, position, position + size))
+            position += size
+        meta = {k: v for k, v in self.metadata().items() if k not in (f"{KEY}offsets", f"{KEY}stride")}
+        meta[f"{KEY}sidecar"] = "row_sum"
+        return build_header(entries, meta, PAGE)
+
+
+def layer_file_name(block: str, layer: int, width: int = 2) -> str:
+    """`layers-07.safetensors`, `mtp-00.safetensors`; numbers have at least two digits."""
+    return f"{block}-{layer:0{max(2, width)}d}.safetensors"
+
+
+def sidecar_name(layer_file: str) -> str:
+    """`layers-07.rowsum.safetensors` for `layers-07.safetensors`."""
+    return layer_file.removesuffix(".safetensors") + ".rowsum.safetensors"
+
+
+def _described(header: Header, file: Path) -> LayerFile:
+    """The `LayerFile` that a header's metadata states; raises `DataError` where it is not understood."""
+    meta = header.metadata
+
+    def fail(message: str) -> DataError:
+        remedy = "the file was altered, or was written by a newer version: use that version, or convert again"
+        return DataError(message, code="E0221", file=file, remedy=remedy)
+
+    def text(key: str) -> str:
+        if KEY + key not in meta:
+            raise fail(f"metadata {KEY + key} expected, found none")
+        return meta[KEY + key]
+
+    def number(key: str, least: int) -> int:
+        word = text(key)
+        if not word.isascii() or not word.isdigit() or len(word) > 12 or int(word) < least or str(int(word)) != word:
+            raise fail(f"metadata {KEY + key} expected to be an integer of at least {least}, found {word!r}")
+        return int(word)
+
+    if text("spec") != SPEC_VERSION:
+        raise fail(f"spec version {SPEC_VERSION} expected, found {text('spec')!r}")
+    if text("block") not in BLOCKS:
+        raise fail(f"block expected to be one of {', '.join(BLOCKS)}, found {text('block')!r}")
+    try:
+        parts = json.loads(text("parts"))
+        parameters = json.loads(text("parameters"))
+        offsets = json.loads(text("offsets")) if KEY + "sidecar" not in meta else None
+    except ValueError as error:
+        raise fail(f"metadata is not the JSON expected: {error}") from None
+    if not isinstance(parts, list) or len(parts) != 3 or not all(isinstance(p, str) and p for p in parts):
+        raise fail(f"three part names expected, found {parts!r}")
+    if not isinstance(parameters, dict):
+        raise fail(f"codec parameters expected as an object, found {parameters!r}")
+    bias = meta.get(KEY + "bias_dtype")
+    if bias not in (None, "BF16", "F16", "F32"):
+        raise fail(f"bias type BF16, F16 or F32 expected, found {bias!r}")
+    try:
+        codec = codecs.get(text("codec"), parameters)
+        described = LayerFile(
+            codec=codec,
+            block=text("block"),
+            layer=number("layer", 0),
+            prefix=text("prefix"),
+            shape=ExpertShape(number("hidden", 1), number("intermediate", 1), bias),
+            count=number("experts", 1),
+            part_names=(parts[0], parts[1], parts[2]),
+        )
+        wanted = described.metadata()
+    except (RequestError, LayoutError) as error:
+        raise fail(error.message) from None
+    if offsets is not None:
+        for key in ("stride", "offsets"):
+            if text(key) != wanted[KEY + key]:
+                raise fail(f"metadata {KEY + key} expected to be {wanted[KEY + key]}, found {text(key)}")
+    return described
+
+
+def _check_table(header: Header, wanted: list[TensorEntry], file: Path) -> None:
+    remedy = "the file was altered: restore it, or convert again"
+    found = {e.name: e for e in header.entries}
+    names = {e.name for e in wanted}
+    for entry in wanted:
+        if entry.name not in found:
+            raise DataError("tensor expected, found none", code="E0222", file=file, tensor=entry.name, remedy=remedy)
+        if found[entry.name] != entry:
+            have = found[entry.name]
+            raise DataError(
+                f"{entry.dtype} {list(entry.shape)} at byte {entry.offset} expected, "
+                f"found {have.dtype} {list(have.shape)} at byte {have.offset}",
+                code="E0223",
+                file=file,
+                tensor=entry.name,
+                remedy=remedy,
+            )
+    for name in found:
+        if name not in names:
+            raise DataError("no such tensor expected in this file", code="E0224", file=file, tensor=name, remedy=remedy)
+
+
+def _entries(triples: Any, data_start: int) -> list[TensorEntry]:
+    return [TensorEntry(n, d, tuple(s), data_start + b, e - b) for n, d, s, b, e in triples]
+
+
+def _aligned(header: Header, file: Path) -> None:
+    if header.data_start % PAGE:
+        raise DataError(
+            f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}",
+            code="E0225",
+            file=file,
+            remedy="another program rewrote this file: convert again",
+        )
+
+
+def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayout]:
+    """What a layer file holds and where, after checking its table against its metadata completely.
+
+    Raises `DataError` (E02xx) naming file and tensor for an unknown version or codec, a name that is missing or left
+    over, or a tensor of another type, shape or place than the metadata implies.
+    """
+    file = Path(path)
+    header = read_header(file)
+    if f"{KEY}spec" not in header.metadata or f"{KEY}sidecar" in header.metadata:
+        raise DataError(
+            "a pagestone layer file expected, found another kind",
+            code="E0220",
+            file=file,
+            remedy="name a file of a container's layers",
+        )
+    described = _described(header, file)
+    layout = LayerLayout(record_layout(described.codec, described.shape), described.count, header.data_start)
+    _aligned(header, file)
+    triples = layer_entries(layout.record, described.count, described.prefix, described.part_names)
+    _check_table(header, _entries(triples, header.data_start), file)
+    return described, layout
+
+
+def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, TensorEntry]:
+    """The tensors of a layer's sidecar by name, after checking that it belongs to `layer` and is complete."""
+    file = Path(path)
+    header = read_header(file)
+    if header.metadata.get(f"{KEY}sidecar") != "row_sum":
+        raise DataError(
+            "a row-sum sidecar expected, found another kind",
+            code="E0220",
+            file=file,
+            remedy="restore the file, or convert again",
+        )
+    if _described(header, file) != layer:
+        raise DataError(
+            "the sidecar belongs to another layer",
+            code="E0226",
+            file=file,
+            remedy="restore the file that was written together with its layer, or convert again",
+        )
+    _aligned(header, file)
+    position, wanted = header.data_start, []
+    for name, dtype, shape in layer.sidecar_tensors():
+        size = MatrixTensor("", "", dtype, shape).nbytes
+        wanted.append(TensorEntry(name, dtype, shape, position, size))
+        position += size
+    _check_table(header, wanted, file)
+    return {e.name: e for e in header.entries}

@@ -1,0 +1,162 @@
+"""The safetensors header, read strictly: one function holds every safety property.
+
+A file is `u64 little-endian header length`, that many bytes of JSON, then data. A header is accepted only if the
+ranges it names cover the data exactly, without hole or overlap, and match type and shape
+(specs/container.md, "Reading a safetensors file").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagestone.formats.dtypes import ITEM_BITS
+from pagestone.formats.errors import DataError
+
+MAX_HEADER = 100_000_000
+"""Bytes: the limit the safetensors library itself enforces."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: `offset` is absolute in the file, `nbytes` its length, both in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: entries in order of offset, the string metadata, and where the data begins."""
+
+    entries: tuple[TensorEntry, ...]
+    metadata: dict[str, str]
+    data_start: int
+    file_size: int
+
+
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"the key {key!r} stands twice")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def what_is_it(start: bytes) -> str | None:
+    """A name for well-known files that are no safetensors, judged by their first bytes; None if unknown."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer (the weights were never downloaded)"
+    if start[:64].lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "an HTML page (a failed download)"
+    if start.startswith(b"PK\x03\x04"):
+        return "a zip archive (a PyTorch checkpoint renamed)"
+    if start.startswith((b"\x80\x02", b"\x80\x04")):
+        return "a Python pickle (an old PyTorch checkpoint)"
+    if start.startswith(b"GGUF"):
+        return "a GGUF file"
+    return None
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The checked header of a safetensors file.
+
+    Raises `DataError` (E02xx) for anything that is not a complete, hole-free safetensors file, naming the file, the
+    tensor where there is one, what was expected and what was found. `OSError` passes through.
+    """
+    file = Path(path)
+    with file.open("rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        start = handle.read(256)
+        kind = what_is_it(start)
+        remedy = "download the file again and compare its size with the publisher's"
+        if kind is not None:
+            raise DataError(f"a safetensors file expected, found {kind}", code="E0201", file=file, remedy=remedy)
+        if size < 8:
+            raise DataError(f"at least 8 bytes expected, found {size}", code="E0202", file=file, remedy=remedy)
+        (length,) = struct.unpack("<Q", start[:8])
+        if length > MAX_HEADER or 8 + length > size:
+            raise DataError(
+                f"a header of {length} bytes announced, the file has {size} bytes (limit {MAX_HEADER})",
+                code="E0203",
+                file=file,
+                remedy=remedy,
+            )
+        handle.seek(8)
+        raw = handle.read(length)
+    return parse_header(raw, size, file)
+
+
+def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> Header:
+    """Check the JSON bytes of a header against the size of its file; see `read_header`."""
+
+    def fail(message: str, code: str, tensor: str | None = None) -> DataError:
+        remedy = "download or make the file again: it is damaged or was not written by a safetensors library"
+        return DataError(message, code=code, file=file, tensor=tensor, remedy=remedy)
+
+    try:
+        if not raw.startswith(b"{"):
+            raise ValueError("it does not begin with '{'")
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # covers bad UTF-8, bad JSON, duplicate keys, NUL padding
+        raise fail(f"the header is not the JSON safetensors prescribes: {error}", "E0204") from None
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise fail("__metadata__ must map strings to strings", "E0205")
+    data_start = 8 + len(raw)
+    entries = []
+    for name, entry in table.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise fail("an entry must have dtype, shape and data_offsets only", "E0206", name)
+        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+            raise fail(f"a known element type expected, found {dtype!r}", "E0207", name)
+        if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**63 for d in shape):
+            raise fail(f"a shape of non-negative integers expected, found {shape!r}", "E0208", name)
+        if not isinstance(span, list) or len(span) != 2 or not all(type(o) is int for o in span):
+            raise fail(f"two offsets expected, found {span!r}", "E0209", name)
+        begin, end = span
+        bits = math.prod(shape) * ITEM_BITS[dtype]
+        if not 0 <= begin <= end or bits % 8 or end - begin != bits // 8:
+            raise fail(
+                f"{dtype} {shape} takes {bits // 8} bytes, data_offsets {span} span {end - begin}", "E0210", name
+            )
+        entries.append(TensorEntry(name, dtype, tuple(shape), data_start + begin, end - begin))
+    entries.sort(key=lambda e: (e.offset, e.nbytes))
+    position = data_start
+    for item in entries:
+        if item.offset != position:
+            word = "overlaps the tensor before it" if item.offset < position else "leaves a hole before it"
+            raise fail(f"data at byte {position} expected, found {item.offset}: it {word}", "E0211", item.name)
+        position += item.nbytes
+    if position != file_size:
+        raise fail(f"{position} bytes expected from the header, the file has {file_size}", "E0212")
+    return Header(tuple(entries), metadata, data_start, file_size)
+
+
+def build_header(
+    entries: list[tuple[str, str, tuple[int, ...], int, int]], metadata: dict[str, str], alignment: int
+) -> bytes:
+    """The first bytes of a safetensors file: length, JSON, spaces so that data begins at a multiple of `alignment`.
+
+    `entries` are (name, dtype, shape, begin, end) with offsets from the start of the data; their order is kept.
+    """
+    table: dict[str, Any] = {"__metadata__": metadata}
+    for name, dtype, shape, begin, end in entries:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % alignment)
+    return struct.pack("<Q", len(text)) + text
