@@ -1,0 +1,1 @@
+"""Checkpoint to container, one expert in memory per worker. Knows `formats`; knows nothing of `reader`."""

@@ -1,0 +1,252 @@
+"""A checkpoint as a catalogue of byte ranges: every tensor's file, place, type and shape; no data is read.
+
+Accepts a single `model.safetensors`, shards with an index, and Hugging Face cache directories whose files are links.
+Everything is checked before work starts: each shard must be exactly as long as its header says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagestone.formats.digests import Hasher, digest
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.manifest import EXPERTS, MANIFEST
+from pagestone.formats.safetensors_header import TensorEntry, read_header
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SIDE_FILE_LIMIT = 64 << 20
+"""Bytes: a larger side file is listed, not copied."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl")
+"""Files of other weight formats (or weights outside the index): never side files."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor of the source: `file` is its name in the checkpoint, `offset` absolute in that file, in bytes."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A top-level file that is no weight: `rule` is None if it is to be copied, else why it is not."""
+
+    name: str
+    nbytes: int
+    rule: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The catalogue. `fingerprint` covers config, shard names, lengths and headers, not the data (32 hex digits)."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, SourceTensor]
+    shards: tuple[str, ...]
+    side_files: tuple[SideFile, ...]
+    fingerprint: str
+    warnings: tuple[str, ...] = ()
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(length, modification time in ns) of every shard: a resumed job must find the same."""
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the config: `text_config` if there is one, else the config itself."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+
+def load_json(path: Path, code: str) -> dict[str, Any]:
+    """A JSON object from a file; `DataError` naming the file if it is something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"JSON expected: {error}", code=code, file=path, remedy="download the file again") from None
+    if not isinstance(value, dict):
+        raise DataError("a JSON object expected", code=code, file=path, remedy="download the file again")
+    return value
+
+
+def _find_index(root: Path) -> Path | None:
+    if (root / INDEX).exists() or (root / INDEX).is_symlink():
+        return root / INDEX
+    others = sorted(root.glob("*.safetensors.index.json"))
+    if len(others) > 1:
+        raise RequestError(
+            f"one index expected, found {', '.join(p.name for p in others)}",
+            code="E0405",
+            file=root,
+            remedy=f"keep the one you mean and call it {INDEX}",
+        )
+    return others[0] if others else None
+
+
+def _require_file(root: Path, name: str, why: str) -> Path:
+    path = root / name
+    if not name or Path(name).name != name:
+        raise DataError(f"a plain file name expected, found {name!r}", code="E0406", file=root, remedy="fix the index")
+    if not path.is_file():
+        state = "its link points nowhere" if path.is_symlink() else "there is no such file"
+        raise DataError(
+            f"{why}, but {state}",
+            code="E0403",
+            file=path,
+            remedy="download the missing file; a cache link that points nowhere means the same",
+        )
+    return path
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The catalogue of the checkpoint directory at `path`.
+
+    Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
+    and tensor if a shard is missing, short, damaged or contradicts the index.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        found = "a file" if root.exists() else "nothing"
+        raise RequestError(
+            f"a checkpoint directory expected, found {found}",
+            code="E0401",
+            file=root,
+            remedy="give the directory that holds config.json and the .safetensors files",
+        )
+    refuse_container(root)
+    if not (root / CONFIG).is_file():
+        raise RequestError(
+            f"{CONFIG} expected in the checkpoint directory, found none",
+            code="E0402",
+            file=root,
+            remedy="give the directory that holds config.json and the .safetensors files",
+        )
+    config = load_json(root / CONFIG, "E0407")
+    warnings: list[str] = []
+    index = _find_index(root)
+    weight_map: dict[str, str] = {}
+    if index is not None:
+        listed = load_json(index, "E0407").get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()) or not listed:
+            raise DataError(
+                "a weight_map from names to files expected", code="E0408", file=index, remedy="download the index again"
+            )
+        weight_map = listed
+        shards = sorted(set(weight_map.values()))
+        missing = [s for s in shards if not (root / s).is_file()]
+        why = f"named by {index.name} ({len(missing)} of {len(shards)} shards are missing)"
+    else:
+        shards = sorted(p.name for p in root.glob("*.safetensors"))
+        if "model.safetensors" in shards:
+            shards = ["model.safetensors"]
+        elif len(shards) != 1:
+            raise RequestError(
+                f"model.safetensors or {INDEX} expected, found {len(shards)} .safetensors files and no index",
+                code="E0404",
+                file=root,
+                remedy="download the index of the checkpoint",
+            )
+        why = "expected to hold the weights"
+    for shard in shards:
+        _require_file(root, shard, why)
+
+    tensors: dict[str, SourceTensor] = {}
+    hasher = Hasher()
+    stamps: dict[str, tuple[int, int]] = {}
+    hasher.update(digest((root / CONFIG).read_bytes()))
+    for shard in shards:
+        header = read_header(root / shard)
+        status = (root / shard).stat()
+        stamps[shard] = (status.st_size, status.st_mtime_ns)
+        with (root / shard).open("rb") as handle:
+            head = handle.read(header.data_start)
+        hasher.update(shard.encode() + b"\0" + header.file_size.to_bytes(8, "big") + digest(head))
+        for entry in header.entries:
+            _take(entry, shard, weight_map, tensors, warnings, indexed=index is not None)
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise DataError(
+                f"listed by {index.name if index else INDEX} in this file, but not in its header",
+                code="E0409",
+                file=root / shard,
+                tensor=name,
+                remedy="download the shard and the index again: they do not belong together",
+            )
+    side = list(_side_files(root, set(shards), index, warnings))
+    return Checkpoint(root, config, tensors, tuple(shards), tuple(side), hasher.digest().hex(), tuple(warnings), stamps)
+
+
+def _take(
+    entry: TensorEntry,
+    shard: str,
+    weight_map: dict[str, str],
+    tensors: dict[str, SourceTensor],
+    warnings: list[str],
+    *,
+    indexed: bool,
+) -> None:
+    """Add one header entry to the catalogue; where a name stands in two shards the index decides."""
+    home = weight_map.get(entry.name)
+    if home is not None and home != shard:
+        warnings.append(f"{shard}: {entry.name} also stands here; the copy in {home} is used, as the index says")
+        return
+    if indexed and home is None:
+        if entry.name in tensors:
+            raise DataError(
+                f"the same name stands in {tensors[entry.name].file} and the index lists neither",
+                code="E0410",
+                file=shard,
+                tensor=entry.name,
+                remedy="download the index again",
+            )
+        warnings.append(f"{shard}: {entry.name} is not in the index; it is taken as if it were")
+    tensors[entry.name] = SourceTensor(entry.name, shard, entry.dtype, entry.shape, entry.offset, entry.nbytes)
+
+
+def refuse_container(root: Path) -> None:
+    """Raise `RequestError` if the directory is one of our containers: its codes must not be encoded again."""
+    if (root / MANIFEST).is_file() and (root / EXPERTS).is_file():
+        raise RequestError(
+            "an original checkpoint expected, found a pagestone container",
+            code="E0411",
+            file=root,
+            remedy="convert from the checkpoint this container was made from",
+        )
+
+
+def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list[str]) -> Iterable[SideFile]:
+    for path in sorted(root.iterdir(), key=lambda p: p.name.encode("utf-8", "surrogateescape")):
+        name = path.name
+        if name in shards or name == CONFIG or (index is not None and name == index.name):
+            continue
+        if path.is_dir():
+            yield SideFile(name, 0, "a subfolder")
+            continue
+        if not path.is_file():
+            warnings.append(f"{name}: neither a file nor a link to one; not copied")
+            yield SideFile(name, 0, "no regular file, or a link that points nowhere")
+            continue
+        size = path.stat().st_size
+        if name.endswith(".safetensors"):
+            warnings.append(f"{name}: not in the index; its tensors are not part of the model and are not copied")
+            yield SideFile(name, size, "weights outside the index")
+        elif name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json"):
+            yield SideFile(name, size, "weights in another format")
+        elif name.startswith("."):
+            yield SideFile(name, size, "a hidden file")
+        elif name.endswith(".py"):
+            yield SideFile(name, size, "code (copied only with --include-code)")
+        elif size > SIDE_FILE_LIMIT:
+            yield SideFile(name, size, f"larger than {SIDE_FILE_LIMIT >> 20} MiB")
+        else:
+            yield SideFile(name, size, None)

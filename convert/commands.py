@@ -1,0 +1,101 @@
+"""`pagestone prepare-<codec>`, one command for every codec in the registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagestone.convert import report
+from pagestone.convert.plan import Plan
+from pagestone.convert.prepare import plan_for, prepare
+from pagestone.formats import codecs
+from pagestone.formats.errors import Interrupted, RequestError
+
+
+def default_workers() -> int:
+    """One worker per core this process may use, at most 8: beyond that a disk gives no more."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def parse_layers(text: str | None) -> tuple[int, int] | None:
+    """(first, end) from `A:B`; either may be left out."""
+    if text is None:
+        return None
+    first, colon, end = text.partition(":")
+    if colon and (first.isdigit() or not first) and (end.isdigit() or not end):
+        span = (int(first or 0), int(end or 10**6))
+        if span[0] < span[1]:
+            return span
+    raise RequestError(
+        f"--layers expected as A:B with A < B, found {text!r}", code="E0001", remedy="for example --layers 0:2"
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this room to the application."""
+    for name, cls in sorted(codecs.registry().items()):
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        app.command(f"prepare-{name}", help=f"Convert a checkpoint to a container: {summary}")(_command(name))
+
+
+def _command(name: str) -> Callable[..., None]:
+    def run(
+        checkpoint: Annotated[Path, typer.Argument(help="Directory with config.json and .safetensors files.")],
+        output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the container.")],
+        workers: Annotated[int, typer.Option(min=1, max=256, help="Experts converted at once.")] = default_workers(),
+        layers: Annotated[str | None, typer.Option(help="A:B: only the experts of layers A to B-1.")] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Replace a container or discard unfinished work.")] = False,
+        include_code: Annotated[bool, typer.Option("--include-code", help="Copy the source's *.py files too.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    ) -> None:
+        begun = time.monotonic()
+        codec, span = codecs.get(name), parse_layers(layers)
+        if dry_run:
+            planned = plan_for(checkpoint, output, codec, layers=span, include_code=include_code)
+            print(
+                json.dumps(report.plan_table(planned, output), indent=1)
+                if as_json
+                else report.plan_text(planned, output)
+            )
+            return
+        from tqdm import tqdm
+
+        plan: Plan | None = None
+        total = None
+        if checkpoint.is_dir():
+            plan = plan_for(checkpoint, output, codec, layers=span, include_code=include_code)
+            total = plan.bytes_in
+        with tqdm(total=total, unit="B", unit_scale=True, desc=f"prepare-{name}", file=sys.stderr,
+                  disable=not sys.stderr.isatty(), leave=False) as bar:  # fmt: skip
+            try:
+                outcome = prepare(
+                    checkpoint,
+                    output,
+                    codec,
+                    workers=workers,
+                    layers=span,
+                    force=force,
+                    include_code=include_code,
+                    progress=bar.update,
+                    planned=plan,
+                )
+            except KeyboardInterrupt:
+                raise Interrupted("interrupted; finished layers are kept", code="E0002", file=output,
+                                  remedy="run the same command to continue") from None  # fmt: skip
+        for warning in outcome.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        seconds = time.monotonic() - begun
+        if as_json:
+            print(json.dumps(report.outcome_table(outcome, output, seconds), indent=1))
+        else:
+            print(report.outcome_text(outcome, output, seconds))
+
+    return run

@@ -1,0 +1,32 @@
+"""Qwen3.5 and Qwen3.6 MoE: Gated DeltaNet and attention layers, fused experts in the BF16 releases, per-expert names in
+the FP8 releases and in what transformers saves from a fresh model, a vision tower, one MTP block."""
+
+from __future__ import annotations
+
+from pagestone.convert.family import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    OUTER,
+    Family,
+    Fused,
+    in_layers,
+    sparse_step_dense_layers,
+)
+
+SHARED = r"mlp\.(gate\.weight|shared_expert\.(gate|up|down)_proj\.weight|shared_expert_gate\.weight)"
+LINEAR = r"linear_attn\.(A_log|dt_bias|(in_proj_(qkv|z|a|b)|conv1d|norm|out_proj)\.weight)"
+
+FAMILY = Family(
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+    fused=Fused(),
+    dense_layers=sparse_step_dense_layers,
+    known=(
+        *OUTER,
+        *in_layers(NORMS, ATTENTION, LINEAR, SHARED, DENSE_MLP),
+        r"mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.weight",
+        rf"mtp\.layers\.\d+\.({NORMS}|{ATTENTION}|{SHARED})",
+        r"model\.visual\.(patch_embed|pos_embed|blocks\.\d+|merger|deepstack_merger_list\.\d+)\.[\w.]+",
+    ),
+)

@@ -1,0 +1,22 @@
+"""Qwen3 MoE (30B-A3B, 235B-A22B, Coder): per-expert names, no shared expert, no MTP block."""
+
+from __future__ import annotations
+
+from pagestone.convert.family import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    OUTER,
+    Family,
+    Fused,
+    in_layers,
+    sparse_step_dense_layers,
+)
+
+FAMILY = Family(
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    fused=Fused(),
+    dense_layers=sparse_step_dense_layers,
+    known=(*OUTER, *in_layers(NORMS, ATTENTION, r"mlp\.gate\.weight", DENSE_MLP)),
+)

@@ -1,0 +1,93 @@
+"""What a family must state about its routed experts; the answers are in `convert/families/`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagestone.formats.layout import PART_NAMES
+
+DECODERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+"""Where decoder layers stand: plain, and the two nestings multimodal checkpoints use."""
+
+Config = dict[str, Any]
+
+
+def no_dense_layers(config: Config) -> frozenset[int]:
+    """Every decoder layer is MoE."""
+    return frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Names of fused expert tensors below the experts module, and how they are stored.
+
+    Plain: gate_up [E, 2I, H] and down [E, H, I]. `transposed`: [E, H, 2I] and [E, I, H]. `interleaved`: gate and up
+    rows alternate (g0, u0, g1, u1); else all gate rows come first.
+    """
+
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names, fusion, orientation, interleaving and count fields of one family of models.
+
+    `experts` is the path of the experts module below a layer; `router` the full tail of the router's weight, whose
+    rows are the experts; `parts` the names of gate, up and down of one expert. `known` are patterns (matched against a
+    whole name, layer numbers included) of tensors that are expected and copied; any other name is copied as unknown.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    known: tuple[str, ...]
+    experts: str = "mlp.experts"
+    router: str = "mlp.gate.weight"
+    parts: tuple[str, str, str] = PART_NAMES
+    fused: Fused | None = None
+    count_fields: tuple[str, ...] = ("num_experts",)
+    decoders: tuple[str, ...] = DECODERS
+    mtp: tuple[str, ...] = ("mtp.layers",)
+    mtp_as_extra_layer: bool = False
+    """The MTP block stands as `model.layers.<num_hidden_layers>`."""
+    dense_layers: Callable[[Config], frozenset[int]] = no_dense_layers
+
+    def experts_of(self, config: Config) -> int | None:
+        """Experts per layer as the config states them, or None."""
+        for field in self.count_fields:
+            if isinstance(config.get(field), int):
+                return int(config[field])
+        return None
+
+    def known_name(self, name: str) -> bool:
+        """Whether the whole name matches one of the patterns of `known`."""
+        return any(re.fullmatch(pattern, name) for pattern in self.known)
+
+
+def sparse_step_dense_layers(config: Config) -> frozenset[int]:
+    """Dense layers of the Qwen families: `mlp_only_layers`, and those `decoder_sparse_step` skips."""
+    step = config.get("decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    return frozenset(n for n in range(int(config.get("num_hidden_layers", 0))) if n in dense or (n + 1) % step)
+
+
+DENSE_MLP = r"mlp\.(gate|up|down)_proj\.weight"
+ATTENTION = r"self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight|sinks)"
+NORMS = r"(input|post_attention)_layernorm\.weight"
+OUTER = (
+    r"(model\.|model\.language_model\.|language_model\.model\.)?(embed_tokens|norm)\.weight",
+    r"(language_model\.)?lm_head\.weight",
+)
+
+
+def in_layers(*tails: str) -> tuple[str, ...]:
+    """Patterns of tensors that stand in every decoder layer, under any of `DECODERS`."""
+    prefix = "(" + "|".join(re.escape(d) for d in DECODERS) + r")\.\d+\."
+    return tuple(prefix + tail for tail in tails)

@@ -1,0 +1,307 @@
+"""The conversion itself: workers that each take one expert at a time, read, encode, hash and write it.
+
+A record's offset is known before any is made, so workers need no order among themselves, and the bytes do not depend
+on how many there are. What is in memory is workers x (one expert in + one record out), whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from pagestone.convert.checkpoint import SourceTensor
+from pagestone.convert.experts import MatrixSource
+from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
+from pagestone.convert.publish import FinishedFile, WorkDirectory, machine_errors, write_durably
+from pagestone.convert.reading import ExpertReader, SourceFiles, page_buffer
+from pagestone.convert.writing import CHUNK, OutputFile, StreamWriter
+from pagestone.formats.codecs import Codec, EncodeStats
+from pagestone.formats.digests import digest, layer_digest
+from pagestone.formats.dtypes import VIEWS, Array, item_size
+from pagestone.formats.errors import DataError, NonFiniteError
+from pagestone.formats.layout import PARTS, LayerLayout, RecordLayout
+
+Progress = Callable[[int], None]
+"""Called with the number of source bytes done since the last call, from any worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExpert:
+    """What is known of an expert once its record is made: sidecar rows and statistics by part."""
+
+    row_sums: dict[str, Array]
+    stats: dict[str, EncodeStats]
+
+
+def encode_expert(
+    codec: Codec, layout: RecordLayout, matrices: dict[str, tuple[Array, MatrixSource]], record: memoryview
+) -> EncodedExpert:
+    """Fill a record buffer (`layout.stride` bytes, pads already zero) from an expert's three source matrices.
+
+    Raises `DataError` naming the source tensor, the row and the column where a weight is NaN or Inf.
+    """
+    sums: dict[str, Array] = {}
+    stats: dict[str, EncodeStats] = {}
+    for part in PARTS:
+        array, origin = matrices[part]
+        out: dict[str, Array] = {}
+        for slot in layout.of_part(part):
+            if slot.role != "bias":
+                raw = np.frombuffer(record[slot.offset : slot.offset + slot.nbytes], VIEWS[slot.dtype])
+                out[slot.role] = raw.reshape(slot.shape)
+        for tensor in codec.sidecar(array.shape[0]):
+            sums[part] = out[tensor.role] = np.empty(tensor.shape, VIEWS[tensor.dtype])
+        try:
+            stats[part] = codec.encode(array, origin.tensor.dtype, out)
+        except NonFiniteError as error:
+            raise _non_finite(error, part, origin) from None
+    return EncodedExpert(sums, stats)
+
+
+def _non_finite(error: NonFiniteError, part: str, origin: MatrixSource) -> DataError:
+    return DataError(
+        f"finite weights expected, found {error.value} in {part} at row {error.row}, column {error.column} "
+        f"({error.count} such values in this matrix)",
+        code="E0702",
+        file=origin.tensor.file,
+        tensor=origin.tensor.name,
+        remedy="the source is damaged: download it again, or ask its publisher; nothing was published",
+    )
+
+
+class LayerWriter:
+    """One layer being written: any worker may add any expert; the one that adds the last finishes the file."""
+
+    def __init__(self, target: LayerTarget, work: WorkDirectory) -> None:
+        self.target, self._work = target, work
+        head = target.file.head()
+        self.layout: LayerLayout = target.file.layout(len(head))
+        self._head = head
+        self._file = OutputFile(work.file(target.name), target.nbytes)
+        padded = page_buffer(len(head))
+        padded[:] = head
+        self._file.write(padded, 0)
+        self._records: list[bytes] = [b""] * self.layout.count
+        self._stats: list[tuple[float, ...]] = [()] * self.layout.count
+        self._left = self.layout.count
+        self._lock = threading.Lock()
+        self._sums: dict[str, Array] = {
+            name: np.zeros(shape, VIEWS[dtype]) for name, dtype, shape in target.file.sidecar_tensors()
+        }
+
+    def add(self, expert: int, record: memoryview, encoded: EncodedExpert) -> bool:
+        """Write one record; True if it was the layer's last."""
+        self._records[expert] = digest(record)
+        self._stats[expert] = tuple(
+            v for p in PARTS for v in (encoded.stats[p].squared_error, encoded.stats[p].squared_norm)
+        )
+        if self._sums:
+            gate_up, down = self._sums.values()
+            rows = encoded.row_sums["gate"].shape[0]
+            gate_up[expert, :rows] = encoded.row_sums["gate"]
+            gate_up[expert, rows:] = encoded.row_sums["up"]
+            down[expert] = encoded.row_sums["down"]
+        self._file.write(record, self.layout.record_offset(expert))
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def finish(self) -> None:
+        """Make the layer and its sidecar durable and note them in the journal; the sidecar first."""
+        target = self.target
+        if target.sidecar is not None:
+            writer = StreamWriter(self._work.file(target.sidecar), target.sidecar_bytes)
+            try:
+                writer.append(target.file.sidecar_head())
+                for array in self._sums.values():
+                    writer.append(array.data)
+                self._work.record(FinishedFile(target.sidecar, target.sidecar_bytes, writer.finish().hex()))
+            finally:
+                writer.close()
+        self._file.finish()
+        whole = layer_digest(self._head, self._records)
+        self._work.record(
+            FinishedFile(
+                target.name, target.nbytes, whole.hex(), tuple(r.hex() for r in self._records), tuple(self._stats)
+            )
+        )
+
+    def close(self) -> None:
+        """Give up without promising anything; may be called after `finish`."""
+        self._file.close()
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the workers of one conversion share."""
+
+    plan: Plan
+    work: WorkDirectory
+    files: SourceFiles
+    progress: Progress
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    writers: list[LayerWriter] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def done(self, nbytes: int) -> None:
+        """Report progress; one worker at a time, so that callbacks need no lock of their own."""
+        with self.lock:
+            self.progress(nbytes)
+
+
+def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -> list[str]:
+    """Carry out a plan in a work directory whose job has begun; returns warnings about the data.
+
+    Files the journal already lists are left alone. Raises the first error of any worker, after all have stopped;
+    finished files stay for the next run.
+    """
+    for name, data in plan.generated.items():
+        if name not in work.finished:
+            with machine_errors(work.file(name), "writing a file"):
+                write_durably(work.file(name), data)
+                work.record(FinishedFile(name, len(data), digest(data).hex()))
+    shared = _Shared(plan, work, SourceFiles(plan.checkpoint.path), progress)
+    tasks = _tasks(shared)
+    source_room = max(ExpertReader.needed(t.source) for t in plan.layers)
+    record_room = max(t.file.layout().stride for t in plan.layers)
+    try:
+        with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+            running = [pool.submit(_worker, shared, tasks, source_room, record_room) for _ in range(workers)]
+            try:
+                wait(running, return_when=FIRST_EXCEPTION)
+            finally:
+                shared.stop.set()
+        for future in running:
+            future.result()
+    finally:
+        shared.files.close()
+        for writer in shared.writers:
+            writer.close()
+    return shared.warnings
+
+
+Task = Callable[["_Hands"], None]
+
+
+@dataclass(slots=True)
+class _Hands:
+    """A worker's own buffers."""
+
+    reader: ExpertReader
+    record: memoryview
+    chunk: memoryview
+
+
+def _tasks(shared: _Shared) -> Iterator[Task]:
+    """Every piece of work in order. Long unsplittable ones (dense shards) first, so that no worker ends late."""
+    plan, finished = shared.plan, shared.work.finished
+    for dense in plan.dense:
+        if dense.name not in finished:
+            yield partial(_copy_dense, shared, dense)
+    for side in plan.side_files:
+        if side.rule is None and side.name not in finished:
+            yield partial(_copy_file, shared, side.name, side.nbytes)
+    for target in plan.layers:
+        if target.name in finished and (target.sidecar is None or target.sidecar in finished):
+            continue
+        with machine_errors(shared.work.file(target.name), "creating a layer file"):
+            writer = LayerWriter(target, shared.work)
+        shared.writers.append(writer)
+        for expert in range(target.file.count):
+            yield partial(_convert_expert, shared, writer, expert)
+
+
+def _worker(shared: _Shared, tasks: Iterator[Task], source_room: int, record_room: int) -> None:
+    hands = _Hands(ExpertReader(shared.files, source_room), page_buffer(record_room), page_buffer(CHUNK))
+    try:
+        while not shared.stop.is_set():
+            with shared.lock:  # a generator may be advanced by one thread at a time
+                task = next(tasks, None)
+            if task is None:
+                return
+            task(hands)
+    except BaseException:
+        shared.stop.set()
+        raise
+
+
+def _convert_expert(shared: _Shared, writer: LayerWriter, expert: int, hands: _Hands) -> None:
+    target = writer.target
+    matrices, nbytes = hands.reader.read(target.source, expert)
+    record = hands.record[: writer.layout.stride]
+    for slot in writer.layout.record.slots:
+        if slot.part is None:
+            record[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
+    try:
+        encoded = encode_expert(target.file.codec, writer.layout.record, matrices, record)
+    except DataError as error:
+        raise DataError(f"expert {expert}: {error.message}", code=error.code, tensor=error.tensor, remedy=error.remedy,
+                        file=shared.plan.checkpoint.path / str(error.file)) from None  # fmt: skip
+    with machine_errors(shared.work.file(target.name), "writing a layer file"):
+        if writer.add(expert, record, encoded):
+            writer.finish()
+            shared.writers.remove(writer)
+    shared.done(nbytes)
+
+
+# -- dense tensors and side files: byte for byte ---------------------------------------------------------------------
+
+
+def _pieces(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, CHUNK):
+        yield offset + start, min(CHUNK, nbytes - start)
+
+
+def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
+    path = shared.work.file(target.name)
+    with machine_errors(path, "writing dense tensors"):
+        writer = StreamWriter(path, target.nbytes)
+        try:
+            writer.append(target.head())
+            buffer = hands.chunk
+            for tensor in target.tensors:
+                odd = 0
+                for offset, nbytes in _pieces(tensor.offset, tensor.nbytes):
+                    if shared.stop.is_set():
+                        return
+                    piece = buffer[:nbytes]
+                    shared.files.read_into(tensor.file, offset, piece)
+                    odd += count_non_finite(piece, tensor)
+                    writer.append(piece)
+                    shared.done(nbytes)
+                if odd:
+                    shared.warnings.append(f"{tensor.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is")
+            shared.work.record(FinishedFile(target.name, target.nbytes, writer.finish().hex()))
+        finally:
+            writer.close()
+
+
+def count_non_finite(piece: memoryview, tensor: SourceTensor) -> int:
+    """NaN and Inf among whole elements of a float tensor (BF16, F16, F32; CHUNK is a multiple of their sizes)."""
+    exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}.get(tensor.dtype)
+    if exponent is None:
+        return 0
+    bits = np.frombuffer(piece, f"<u{item_size(tensor.dtype)}")
+    mask = bits.dtype.type(exponent)
+    return int(np.count_nonzero((bits & mask) == mask))
+
+
+def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
+    path = shared.work.file(name)
+    with machine_errors(path, "copying a side file"):
+        writer = StreamWriter(path, nbytes)
+        try:
+            buffer = hands.chunk
+            for offset, size in _pieces(0, nbytes):
+                shared.files.read_into(name, offset, buffer[:size])
+                writer.append(buffer[:size])
+                shared.done(size)
+            shared.work.record(FinishedFile(name, nbytes, writer.finish().hex()))
+        finally:
+            writer.close()

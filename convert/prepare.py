@@ -1,0 +1,224 @@
+"""One conversion from request to container: plan, preflight, convert, publish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagestone.convert.checkpoint import open_checkpoint
+from pagestone.convert.pipeline import Progress, convert
+from pagestone.convert.plan import Plan, check_paths, make_plan
+from pagestone.convert.publish import (
+    PARTIAL,
+    FinishedFile,
+    WorkDirectory,
+    check_output,
+    finish_interrupted,
+    machine_errors,
+    open_work,
+    published,
+    sync_directory,
+)
+from pagestone.formats.codecs import Codec
+from pagestone.formats.digests import Hasher
+from pagestone.formats.errors import MachineError, PagestoneError, RequestError
+from pagestone.formats.layer_file import SPEC_VERSION
+from pagestone.formats.layout import PARTS, layer_entries
+from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, FileDigest, LayerEntry, Manifest, write_experts
+
+SPARE = 16 << 20
+"""Bytes asked for beyond the plan's: journal, directory entries, what the estimate of small files leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a conversion did: `state` is "converted", "already there" or "finished publishing"."""
+
+    state: str
+    manifest: Manifest
+    warnings: tuple[str, ...]
+
+
+def disk_space(output: Path) -> int:
+    """Free bytes of the file system on which `output` is or will be."""
+    place = output.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    with machine_errors(output, "asking for free space"):
+        status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def prepare(
+    source: Path,
+    output: Path,
+    codec: Codec,
+    *,
+    workers: int,
+    layers: tuple[int, int] | None = None,
+    force: bool = False,
+    include_code: bool = False,
+    progress: Progress = lambda _: None,
+    planned: Plan | None = None,
+) -> Outcome:
+    """Convert the checkpoint at `source` into a container at `output`.
+
+    The same source, codec and options give the same container id whatever `workers` is. Raises `RequestError`,
+    `DataError` or `MachineError`; nothing is then published, and an older container at `output` is intact.
+    """
+    if source.exists() and output.exists():
+        check_paths(source, output)
+    with machine_errors(output, "publishing the container"):
+        completed = finish_interrupted(output)
+    try:
+        plan = planned or plan_for(source, output, codec, layers=layers, include_code=include_code)
+    except PagestoneError:
+        if completed is not None and not source.exists():
+            return Outcome("finished publishing", completed, ())
+        raise
+    old = published(output)
+    if old is not None and not force:
+        differing = _differences(old, plan)
+        if differing:
+            raise RequestError(
+                f"a container is here already, and its {', '.join(differing)} differ(s) from this job's",
+                code="E0808",
+                file=output,
+                remedy="give another --output, or --force to replace it once the new one is complete",
+            )
+        if (output / PARTIAL).exists():
+            with machine_errors(output, "removing the remains of an interrupted run"), open_work(output) as work:
+                shutil.rmtree(work.path)
+        return Outcome("finished publishing" if completed else "already there", old, plan.warnings)
+    check_output(output, {*plan.files, EXPERTS, MANIFEST})
+    existed = output.exists()
+    with open_work(output) as work:
+        try:
+            with machine_errors(output, "starting the conversion"):
+                work.begin(identity(plan, include_code), force=force)
+            preflight(plan, work)
+        except PagestoneError:
+            if not work.finished:
+                _withdraw(work, existed)
+            raise
+        warnings = convert(plan, work, workers, progress)
+        with machine_errors(output, "publishing the container"):
+            manifest = assemble(plan, work)
+            stale = set(old.files) - set(manifest.files) if old is not None else set()
+            work.publish(manifest.to_bytes(), stale)
+    return Outcome("converted", manifest, (*plan.warnings, *warnings))
+
+
+def plan_for(source: Path, output: Path, codec: Codec, *, layers: tuple[int, int] | None, include_code: bool) -> Plan:
+    """The plan of a conversion, after the checks that concern both ends."""
+    checkpoint = open_checkpoint(source)
+    check_paths(source, output)
+    return make_plan(checkpoint, codec, layers=layers, include_code=include_code)
+
+
+def identity(plan: Plan, include_code: bool) -> dict[str, Any]:
+    """What must be equal for a job to be continued: every key is named in the message when it is not."""
+    stamps = Hasher()
+    for name, (size, time) in sorted(plan.checkpoint.stamps.items()):
+        stamps.update(f"{name}\0{size}\0{time}\n".encode())
+    return {
+        "spec version": SPEC_VERSION,
+        "codec": plan.codec.name,
+        "codec parameters": plan.codec.parameters,
+        "--layers": None if plan.partial is None else list(plan.partial),
+        "--include-code": include_code,
+        "source": plan.checkpoint.fingerprint,
+        "source file times": stamps.digest().hex(),
+    }
+
+
+def _differences(old: Manifest, plan: Plan) -> list[str]:
+    pairs: Mapping[str, tuple[Any, Any]] = {
+        "codec": (old.codec, plan.codec.name),
+        "codec parameters": (dict(old.parameters), plan.codec.parameters),
+        "source": (old.source.get("fingerprint"), plan.checkpoint.fingerprint),
+        "--layers": (old.partial, plan.partial),
+    }
+    return [name for name, (have, want) in pairs.items() if have != want]
+
+
+def preflight(plan: Plan, work: WorkDirectory) -> None:
+    """Refuse before any work if the disk cannot take what is still to be written."""
+    done = sum(f.nbytes for f in work.finished.values())
+    needed = plan.bytes_out - done + SPARE
+    free = disk_space(work.output)
+    if free < needed:
+        raise MachineError(
+            f"{needed:,} bytes of free disk space needed, found {free:,}",
+            code="E0903",
+            file=work.output,
+            remedy="free space on that disk, or give another --output",
+        )
+
+
+def _withdraw(work: WorkDirectory, existed: bool) -> None:
+    """Leave nothing behind if no work was done."""
+    shutil.rmtree(work.path, ignore_errors=True)
+    if not existed:
+        try:
+            work.output.rmdir()
+        except OSError:
+            return  # somebody else put something there meanwhile
+
+
+def assemble(plan: Plan, work: WorkDirectory) -> Manifest:
+    """Write experts.parquet and make the manifest from the journal's digests."""
+    write_experts(work.file(EXPERTS), expert_columns(plan, work.finished))
+    raw = work.file(EXPERTS)
+    with raw.open("rb") as handle:
+        os.fsync(handle.fileno())
+        hasher = Hasher()
+        while piece := handle.read(1 << 20):
+            hasher.update(piece)
+    files = {
+        name: FileDigest(f.nbytes, bytes.fromhex(f.xxh3)) for name, f in work.finished.items() if name in plan.files
+    }
+    files[EXPERTS] = FileDigest(raw.stat().st_size, hasher.digest())
+    sync_directory(work.path)
+    return Manifest(
+        codec=plan.codec.name,
+        parameters=plan.codec.parameters,
+        lossless=plan.lossless,
+        partial=plan.partial,
+        source=plan.source_facts,
+        layers=tuple(LayerEntry(t.name, t.file.block, t.file.layer, t.file.count, t.sidecar) for t in plan.layers),
+        files=files,
+    )
+
+
+def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> dict[str, list[Any]]:
+    """The columns of experts.parquet: one row for every matrix, in order of file, expert and part."""
+    columns: dict[str, list[Any]] = {name: [] for name, _ in COLUMNS}
+    for target in plan.layers:
+        file, layout, done = target.file, target.file.layout(), finished[target.name]
+        names = (e[0] for e in layer_entries(layout.record, file.count, file.prefix, file.part_names))
+        by_slot = {}
+        for expert in range(file.count):
+            for slot in layout.record.slots:
+                by_slot[slot.part, slot.role] = next(names)
+            for number, part in enumerate(PARTS):
+                codes = layout.record.slot(part, "codes")
+                scales = next((s for s in layout.record.of_part(part) if s.role == "scales"), None)
+                start = layout.record_offset(expert)
+                rows, cols = file.shape.matrix(part)
+                row = {
+                    "file": target.name, "block": file.block, "layer": file.layer, "expert": expert, "part": part,
+                    "tensor": by_slot[part, "codes"], "rows": rows, "columns": cols,
+                    "record_offset": start, "record_bytes": layout.stride, "record_xxh3_128": done.records[expert],
+                    "codes_offset": start + codes.offset, "codes_bytes": codes.nbytes,
+                    "scales_offset": None if scales is None else start + scales.offset,
+                    "scales_bytes": None if scales is None else scales.nbytes,
+                    "squared_error": done.stats[expert][2 * number], "squared_norm": done.stats[expert][2 * number + 1],
+                }  # fmt: skip
+                for name, value in row.items():
+                    columns[name].append(value)
+    return columns

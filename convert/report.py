@@ -1,0 +1,120 @@
+"""The plan and its outcome as text and as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
+from pagestone.convert.prepare import Outcome, disk_space
+
+FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
+
+
+def size(nbytes: int) -> str:
+    """A length in bytes for people: `1.50 GB`; decimal units, as disks are sold."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{nbytes} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
+    """Everything `--dry-run --json` prints: every tensor with its fate, every file with its length."""
+    counts = Counter(d.fate for d in plan.dispositions)
+    return {
+        "family": plan.family.name,
+        "codec": {"name": plan.codec.name, "parameters": plan.codec.parameters},
+        "lossless": plan.lossless,
+        "tensors": {"total": len(plan.checkpoint.tensors)} | {fate: counts.get(fate, 0) for fate in FATES},
+        "layers": [
+            {"file": t.name, "block": t.file.block, "layer": t.file.layer, "experts": t.file.count,
+             "hidden": t.file.shape.hidden, "intermediate": t.file.shape.intermediate,
+             "layout": "fused" if t.source.gate_up is not None else "per-expert",
+             "source_dtypes": list(t.source.dtypes),
+             "stride": t.file.layout().stride}
+            for t in plan.layers
+        ],
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.bytes_out,
+        "disk_free": disk_space(output),
+        "files": plan.files,
+        "side_files": [{"name": f.name, "bytes": f.nbytes, "not_copied": f.rule} for f in plan.side_files],
+        "warnings": list(plan.warnings),
+        "dispositions": [
+            {"tensor": d.tensor.name, "dtype": d.tensor.dtype, "shape": list(d.tensor.shape), "source": d.tensor.file,
+             "fate": d.fate, "rule": d.rule, "target": d.target}
+            for d in plan.dispositions
+        ],
+    }  # fmt: skip
+
+
+def plan_text(plan: Plan, output: Path) -> str:
+    """What `--dry-run` prints."""
+    lines = [
+        f"{plan.checkpoint.path}: family {plan.family.name}, {len(plan.checkpoint.shards)} shard(s), "
+        f"{len(plan.checkpoint.tensors)} tensors",
+        f"codec {plan.codec.name}{', lossless' if plan.lossless else ''}",
+        "",
+        f"{'fate':<16}{'tensors':>9}{'bytes':>12}  rule: names",
+    ]
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for d in plan.dispositions:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", d.tensor.name)
+        count = groups.setdefault((d.fate, d.rule, pattern), [0, 0])
+        count[0] += 1
+        count[1] += d.tensor.nbytes
+    for (fate, rule, pattern), (number, nbytes) in sorted(groups.items(), key=lambda g: (FATES.index(g[0][0]), g[0])):
+        lines.append(f"{fate:<16}{number:>9}{size(nbytes):>12}  {rule}: {pattern}")
+    totals = Counter(d.fate for d in plan.dispositions)
+    lines += ["", "total: " + ", ".join(f"{totals[f]} {f}" for f in FATES if totals[f])]
+    for kind in dict.fromkeys((t.file.block, t.file.count, t.file.layout().stride) for t in plan.layers):
+        block, experts, stride = kind
+        members = [t for t in plan.layers if (t.file.block, t.file.count, t.file.layout().stride) == kind]
+        lines.append(
+            f"{block}: {len(members)} file(s) of {experts} experts, {size(stride)} a record, {members[0].name} ..."
+        )
+    for f in plan.side_files:
+        lines.append(f"side file {f.name}: " + (f"not copied: {f.rule}" if f.rule else f"copied, {size(f.nbytes)}"))
+    free = disk_space(output)
+    lines += [
+        "",
+        f"reads {size(plan.bytes_in)}, writes {size(plan.bytes_out)} in {len(plan.files) + 2} files; "
+        f"disk space free: {size(free)}{'' if free > plan.bytes_out else ' - NOT ENOUGH'}",
+    ]
+    lines += [f"warning: {w}" for w in plan.warnings]
+    return "\n".join(lines)
+
+
+def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, Any]:
+    """What a conversion prints with `--json`; `seconds` covers plan, conversion and publication, fsync included."""
+    m = outcome.manifest
+    return {
+        "state": outcome.state,
+        "output": str(output),
+        "container_id": m.container_id,
+        "codec": m.codec,
+        "layers": len(m.layers),
+        "experts": sum(e.experts for e in m.layers),
+        "bytes_out": sum(f.nbytes for f in m.files.values()),
+        "seconds": round(seconds, 3),
+        "warnings": list(outcome.warnings),
+    }
+
+
+def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
+    """What a conversion prints for people."""
+    table = outcome_table(outcome, output, seconds)
+    words = {"converted": "converted", "already there": "already there, nothing to do (--force converts again)",
+             "finished publishing": "an interrupted run had all but published it: finished"}  # fmt: skip
+    lines = [
+        f"{output}: {words[outcome.state]}",
+        f"  {table['codec']}, {table['layers']} layers, {table['experts']} experts, {size(table['bytes_out'])}, "
+        f"{seconds:.1f} s",
+        f"  container id {table['container_id']}",
+    ]
+    return "\n".join(lines)
