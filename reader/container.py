@@ -1,0 +1,313 @@
+"""Open a container and look at its experts without copying a byte.
+
+    container = open_container("out/tiny-int8")
+    expert = container.layers[0].expert(3)
+    expert.gate_up.codes.array    # int8 [2 * intermediate, hidden], a view of the mapped file
+    expert.down.scales.torch()    # the same bytes as a torch tensor
+
+Opening reads the manifest and the lengths of files. A layer's table is parsed and checked completely when the layer is
+first touched. Views keep their map alive, so they may outlive the container object. A file that is changed or cut while
+it is mapped changes the views or ends the process (SIGBUS): mapping promises no more than the file does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagestone.formats.codecs import Codec
+from pagestone.formats.dtypes import F32, VIEWS, Array
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
+from pagestone.formats.layout import PARTS, LayerLayout, Slot
+from pagestone.formats.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
+    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "F64": "float64",
+    "I64": "int64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One stored tensor without a copy.
+
+    `array` holds the bits (uint16 for BF16, uint8 for F8_*, uint32 for packed codes) and is read-only; `dtype` is the
+    safetensors name of the real type.
+    """
+
+    array: Array
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    def torch(self) -> torch.Tensor:
+        """The same memory as a torch tensor of the real type; imports torch. Writing to it is not defined."""
+        import torch
+
+        bits = _writable(self.array)
+        signed = {np.dtype("<u2"): np.int16, np.dtype("<u4"): np.int32}.get(bits.dtype)
+        tensor = torch.from_numpy(bits if signed is None else bits.view(signed))
+        return tensor.view(getattr(torch, TORCH_NAMES[self.dtype]))
+
+
+def _writable(array: Array) -> Array:
+    """The same memory with the writeable flag set, so that torch takes it without a warning.
+
+    Maps are private (copy on write): the file cannot change through it.
+    """
+    if array.flags.writeable:
+        return array
+    return np.ndarray(array.shape, array.dtype, _base(array), array.ctypes.data - _base(array).ctypes.data)
+
+
+def _base(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix [rows, columns] as its codec stores it: views by role; those a codec does not have are None.
+
+    `scales` of a fused gate_up is None where no single grid describes both (fp8 with 128 not dividing the intermediate
+    size): take gate and up one by one there.
+    """
+
+    codec: Codec
+    rows: int
+    columns: int
+    codes: View
+    scales: View | None = None
+    biases: View | None = None
+    row_sums: View | None = None
+    bias: View | None = None
+
+    def decode(self) -> F32:
+        """float32 [rows, columns]: the values the codes stand for (a new array)."""
+        parts = {"codes": self.codes, "scales": self.scales, "biases": self.biases}
+        return self.codec.decode({k: v.array for k, v in parts.items() if v is not None}, self.rows, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One routed expert. gate, up: [intermediate, hidden]; down: [hidden, intermediate]; gate_up: both, stacked."""
+
+    number: int
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    gate_up: Matrix
+    record: Array
+    """The whole record, uint8 [stride], pads included."""
+
+
+def _map(path: Path) -> Array:
+    """uint8 view of a whole file, mapped privately."""
+    with path.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _slice(base: Array, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> View:
+    array = base[offset : offset + nbytes].view(VIEWS[dtype]).reshape(shape)
+    array.flags.writeable = False
+    return View(array, dtype)
+
+
+class Layer:
+    """The routed experts of one layer. Its file is mapped and checked at the first use of anything but `entry`."""
+
+    def __init__(self, root: Path, entry: LayerEntry, manifest: Manifest) -> None:
+        self._root, self.entry, self._manifest = root, entry, manifest
+
+    def __len__(self) -> int:
+        """Number of experts."""
+        return self.entry.experts
+
+    def __iter__(self) -> Iterator[Expert]:
+        return (self.expert(e) for e in range(len(self)))
+
+    @cached_property
+    def _opened(self) -> tuple[LayerFile, LayerLayout, Array]:
+        path = self._root / self.entry.file
+        file, layout = read_layer_file(path)
+        entry, manifest = self.entry, self._manifest
+        stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
+        found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
+        if stated != found:
+            raise DataError(
+                f"{stated} expected from {MANIFEST}, found {found}",
+                code="E0321",
+                file=path,
+                remedy="restore the file: it belongs to another container",
+            )
+        return file, layout, _map(path)
+
+    @property
+    def file(self) -> LayerFile:
+        """What the layer's file says of itself: codec, prefix, shape, names."""
+        return self._opened[0]
+
+    @property
+    def layout(self) -> LayerLayout:
+        """Where its records lie."""
+        return self._opened[1]
+
+    @cached_property
+    def row_sums(self) -> Mapping[str, View] | None:
+        """The sidecar: "gate_up" [experts, 2 * intermediate] and "down" [experts, hidden], I32; None if none."""
+        if self.entry.sidecar is None:
+            return None
+        path = self._root / self.entry.sidecar
+        entries, base = read_sidecar(path, self.file), _map(path)
+        gate_up, down = (entries[name] for name, _, _ in self.file.sidecar_tensors())
+        return {
+            "gate_up": _slice(base, gate_up.offset, gate_up.nbytes, gate_up.dtype, gate_up.shape),
+            "down": _slice(base, down.offset, down.nbytes, down.dtype, down.shape),
+        }
+
+    # -- for engines -------------------------------------------------------------------------------------------------
+
+    @property
+    def pointer(self) -> int:
+        """Address of record 0; record e is at `pointer + e * stride`. Valid while this layer object lives."""
+        return int(self._opened[2].ctypes.data) + self.layout.data_start
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one record to the next, a multiple of 4096."""
+        return self.layout.stride
+
+    @property
+    def offsets(self) -> dict[tuple[str, str], int]:
+        """Bytes from a record's start, by (part, role): ("gate", "codes"), ("down", "scales"), ..."""
+        return {(s.part, s.role): s.offset for s in self.layout.record.slots if s.part is not None}
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def expert(self, number: int) -> Expert:
+        """Views of one expert; IndexError if there is no such expert."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"expert {number} of a layer of {len(self)}")
+        _, layout, base = self._opened
+        start = layout.record_offset(number)
+        record = base[start : start + layout.stride]
+        record.flags.writeable = False
+        gate, up, down = (self._matrix(base, start, number, part) for part in PARTS)
+        return Expert(number, gate, up, down, self._gate_up(base, start, number), record)
+
+    def _matrix(self, base: Array, start: int, number: int, part: str) -> Matrix:
+        views = {
+            s.role: _slice(base, start + s.offset, s.nbytes, s.dtype, s.shape) for s in self.layout.record.of_part(part)
+        }
+        rows, columns = self.file.shape.matrix(part)
+        sums = None
+        if self.row_sums is not None:
+            array = self.row_sums["down" if part == "down" else "gate_up"].array[number]
+            first = rows if part == "up" else 0
+            sums = View(array[first : first + rows], "I32")
+        return Matrix(self.file.codec, rows, columns, row_sums=sums, **views)
+
+    def _gate_up(self, base: Array, start: int, number: int) -> Matrix:
+        """gate and up are never separated in a record, so one view covers both."""
+        rows, columns = self.file.shape.matrix("gate")
+        fused = {t.role: t for t in self.file.codec.tensors(2 * rows, columns)}
+        views: dict[str, Any] = {}
+        gate = {s.role: s for s in self.layout.record.of_part("gate")}
+        up = {s.role: s for s in self.layout.record.of_part("up")}
+        for role, first in gate.items():
+            if _stacks(first, up[role], fused[role].shape if role in fused else (2 * rows,)):
+                shape = (first.shape[0] + up[role].shape[0], *first.shape[1:])
+                views[role] = _slice(base, start + first.offset, 2 * first.nbytes, first.dtype, shape)
+        sums = None if self.row_sums is None else View(self.row_sums["gate_up"].array[number], "I32")
+        return Matrix(self.file.codec, 2 * rows, columns, row_sums=sums, **views)
+
+
+def _stacks(gate: Slot, up: Slot, fused: tuple[int, ...]) -> bool:
+    """Whether gate's and up's tensor of one role, side by side in the record, are the fused matrix's tensor."""
+    adjacent = gate.offset + gate.nbytes == up.offset and gate.shape[1:] == up.shape[1:]
+    return adjacent and (gate.shape[0] + up.shape[0], *gate.shape[1:]) == tuple(fused)
+
+
+class Container:
+    """An open container: `layers` of the decoder by number, `mtp` blocks by number, `manifest`, `path`."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        made = {(e.block, e.layer): Layer(path, e, manifest) for e in manifest.layers}
+        self.layers: dict[int, Layer] = {n: made[b, n] for b, n in sorted(made) if b == "layers"}
+        self.mtp: dict[int, Layer] = {n: made[b, n] for b, n in sorted(made) if b == "mtp"}
+
+    @property
+    def container_id(self) -> str:
+        """32 hexadecimal digits; equal for equal contents."""
+        return self.manifest.container_id
+
+
+def open_container(path: str | os.PathLike[str]) -> Container:
+    """Open the container directory at `path`.
+
+    Reads the manifest and stats every file. Raises `RequestError` if there is no container, `DataError` if the
+    manifest is damaged or a file is missing or of another length.
+    """
+    if sys.byteorder != "little":
+        raise RequestError("a little-endian machine expected", code="E0330", remedy="containers are little-endian only")
+    root = Path(path)
+    if not (root / MANIFEST).is_file():
+        unfinished = (root / ".pagestone-partial").is_dir()
+        found = "an unfinished conversion" if unfinished else "none" if root.is_dir() else "no such directory"
+        raise RequestError(
+            f"a container with {MANIFEST} expected, found {found}",
+            code="E0331",
+            file=root,
+            remedy="run the prepare command again to finish it"
+            if unfinished
+            else "give the directory that a prepare command made",
+        )
+    manifest = read_manifest(root / MANIFEST)
+    for name, known in manifest.files.items():
+        file = root / name
+        if not file.is_file():
+            raise DataError(
+                "a file of the container expected, found none",
+                code="E0332",
+                file=file,
+                remedy="restore it from a copy, or convert again",
+            )
+        if file.stat().st_size != known.nbytes:
+            raise DataError(
+                f"{known.nbytes} bytes expected, found {file.stat().st_size}",
+                code="E0333",
+                file=file,
+                remedy="restore it from a copy, or convert again",
+            )
+    for entry in manifest.layers:
+        for part in (entry.file, entry.sidecar):
+            if part is not None and part not in manifest.files:
+                raise DataError(
+                    f"{part} expected among the files listed, found none",
+                    code="E0304",
+                    file=root / MANIFEST,
+                    remedy="restore the manifest, or convert again",
+                )
+    return Container(root, manifest)

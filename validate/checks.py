@@ -1,0 +1,282 @@
+"""The checks of `verify`, one function each, yielding findings. They read the files, not the bookkeeping.
+
+Everything is read with pread, never mapped: a file that is cut while it is looked at is a finding, not a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.convert.plan import config_facts, config_with
+from pagestone.formats import codecs
+from pagestone.formats.codecs import Codec
+from pagestone.formats.digests import Hasher, digest, layer_digest
+from pagestone.formats.dtypes import VIEWS, Array
+from pagestone.formats.errors import DataError, PagestoneError
+from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
+from pagestone.formats.layout import PARTS, LayerLayout, layer_entries
+from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, LayerEntry, Manifest, read_experts
+from pagestone.formats.safetensors_header import read_header
+from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
+
+Columns = dict[str, list[Any]]
+Progress = Callable[[int], None]
+CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLayer:
+    """A layer file whose table was checked: what it says, where its records lie, its sidecar's arrays by name."""
+
+    entry: LayerEntry
+    path: Path
+    file: LayerFile
+    layout: LayerLayout
+    sums: dict[str, Array]
+
+
+def read_exactly(path: Path, offset: int, nbytes: int) -> bytearray:
+    """`nbytes` of a file from `offset`; `DataError` if it ends too early."""
+    data = bytearray(nbytes)
+    view, done = memoryview(data), 0
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        while done < nbytes:
+            got = os.preadv(handle, [view[done:]], offset + done)
+            if not got:
+                raise DataError(
+                    f"{nbytes} bytes at {offset} expected, the file ended after {done}",
+                    code="E1002",
+                    file=path,
+                    remedy="restore the file, or convert again",
+                )
+            done += got
+    finally:
+        os.close(handle)
+    return data
+
+
+def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
+    """Every file listed is there with its length; anything else in the directory is a warning."""
+    for name, known in manifest.files.items():
+        path = root / name
+        if not path.is_file():
+            yield Finding(ERROR, "E0332", name, "expected as the manifest lists it, found none")
+        elif path.stat().st_size != known.nbytes:
+            yield Finding(ERROR, "E0333", name, f"{known.nbytes} bytes expected, found {path.stat().st_size}")
+    for needed in (CONFIG, INDEX, EXPERTS):
+        if needed not in manifest.files:
+            yield Finding(ERROR, "E1003", MANIFEST, f"{needed} expected among the files, found none")
+    for path in sorted(root.iterdir()):
+        if path.name not in manifest.files and path.name != MANIFEST:
+            yield Finding(WARNING, "W1004", path.name, "not listed in the manifest, not part of the container")
+
+
+def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progress) -> Iterator[Finding]:
+    """The digest of a file that is no layer file."""
+    hasher = Hasher()
+    with (root / name).open("rb") as handle:
+        while piece := handle.read(CHUNK):
+            hasher.update(piece)
+            progress(len(piece))
+    if hasher.digest() != manifest.files[name].xxh3:
+        yield Finding(
+            ERROR, "E1001", name, f"xxh3 expected {manifest.files[name].xxh3.hex()}, found {hasher.digest().hex()}"
+        )
+
+
+def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
+    """A layer file and its sidecar with their tables checked; raises `DataError`."""
+    path = root / entry.file
+    file, layout = read_layer_file(path)
+    stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
+    found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
+    if stated != found:
+        raise DataError(f"{stated} expected from {MANIFEST}, found {found}", code="E0321", file=path)
+    sums: dict[str, Array] = {}
+    if (entry.sidecar is None) != (not file.sidecar_tensors()):
+        raise DataError("the manifest and the codec disagree on whether there is a sidecar", code="E0321", file=path)
+    if entry.sidecar is not None:
+        side = root / entry.sidecar
+        for name, tensor in read_sidecar(side, file).items():
+            raw = read_exactly(side, tensor.offset, tensor.nbytes)
+            sums[name] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
+    return OpenLayer(entry, path, file, layout, sums)
+
+
+def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> dict[str, Array]:
+    """The arrays of one matrix by role, row sums included, as views of its record."""
+    arrays = {
+        s.role: record[s.offset : s.offset + s.nbytes].view(VIEWS[s.dtype]).reshape(s.shape)
+        for s in layer.layout.record.of_part(part)
+        if s.role != "bias"
+    }
+    if layer.sums:
+        rows = layer.file.shape.matrix(part)[0]
+        gate_up, down = (layer.sums[name] for name, _, _ in layer.file.sidecar_tensors())
+        arrays["row_sums"] = down[expert] if part == "down" else gate_up[expert, rows * (part == "up") :][:rows]
+    return arrays
+
+
+def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
+    """Codes, scales, row sums and pads of one expert."""
+    start, name = layer.layout.record_offset(expert), layer.entry.file
+    for slot in layer.layout.record.slots:
+        if slot.part is None and record[slot.offset : slot.offset + slot.nbytes].any():
+            yield Finding(ERROR, "E1006", name, f"expert {expert} {slot.suffix}: zeros expected", start + slot.offset)
+    for part, part_name in zip(PARTS, layer.file.part_names, strict=True):
+        arrays = stored_arrays(layer, record, expert, part)
+        for sentence in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
+            offset = start + layer.layout.record.slot(part, "codes").offset
+            yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {sentence}", offset)
+
+
+def check_layer(
+    layer: OpenLayer,
+    manifest: Manifest,
+    recorded: list[str] | None,
+    also: Callable[[OpenLayer, int, Array], list[Finding]],
+    progress: Progress,
+    workers: int,
+) -> Iterator[Finding]:
+    """Digests, codes, scales, pads and row sums of a layer file, expert by expert.
+
+    `recorded` are the record digests of experts.parquet (hexadecimal, by expert), which name the damaged expert;
+    `also` is asked about every record (the comparison with the source).
+    """
+
+    def one(expert: int) -> tuple[bytes, list[Finding]]:
+        start = layer.layout.record_offset(expert)
+        raw = read_exactly(layer.path, start, layer.layout.stride)
+        found = digest(raw)
+        record = np.frombuffer(raw, np.uint8)
+        findings = list(check_record(layer, expert, record))
+        if recorded is not None and recorded[expert] != found.hex():
+            message = f"expert {expert}: xxh3 of its record expected {recorded[expert]}, found {found.hex()}"
+            findings.insert(0, Finding(ERROR, "E1001", layer.entry.file, message, start))
+        findings += also(layer, expert, record)
+        progress(layer.layout.stride)
+        return found, findings
+
+    digests: list[bytes] = []
+    with ThreadPoolExecutor(workers) as pool:
+        # windows, not one big map: a map holds every result until it is asked for
+        for first in range(0, layer.layout.count, 4 * workers):
+            for found, findings in pool.map(one, range(first, min(first + 4 * workers, layer.layout.count))):
+                digests.append(found)
+                yield from findings
+    whole = layer_digest(read_exactly(layer.path, 0, layer.layout.data_start), digests)
+    wanted = manifest.files[layer.entry.file].xxh3
+    if whole != wanted:
+        yield Finding(
+            ERROR, "E1001", layer.entry.file, f"xxh3 of the layer expected {wanted.hex()}, found {whole.hex()}"
+        )
+
+
+def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+    """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
+    try:
+        table = json.loads((root / INDEX).read_bytes())
+        listed, total = dict(table["weight_map"]), table["metadata"]["total_size"]
+    except (ValueError, KeyError, TypeError):
+        yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
+        return
+    wanted: dict[str, str] = {}
+    size = 0
+    for layer in layers:
+        file = layer.file
+        pads = {
+            f"{file.prefix}.{e}.{s.suffix}" for e in range(file.count) for s in layer.layout.record.slots if not s.part
+        }
+        for name, _, _, begin, end in layer_entries(layer.layout.record, file.count, file.prefix, file.part_names):
+            if name not in pads:
+                wanted[name] = layer.entry.file
+                size += end - begin
+    for shard in dense:
+        for tensor in read_header(root / shard).entries:
+            wanted[tensor.name] = shard
+            size += tensor.nbytes
+    for name in sorted(wanted.keys() - listed.keys())[:10]:
+        yield Finding(ERROR, "E1008", INDEX, f"{name} expected, found none")
+    for name in sorted(listed.keys() - wanted.keys())[:10]:
+        yield Finding(ERROR, "E1009", INDEX, f"{name} is listed, no file holds it")
+    for name in sorted(n for n in wanted.keys() & listed.keys() if wanted[n] != listed[n])[:10]:
+        yield Finding(ERROR, "E1010", INDEX, f"{name} lies in {wanted[name]}, the index says {listed[name]}")
+    if total != size:
+        yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {total}")
+
+
+def check_config(root: Path, codec: Codec, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+    """config.json states what the codec needs so that others read right weights or raise, at both levels."""
+    try:
+        config = json.loads((root / CONFIG).read_bytes())
+        assert isinstance(config, dict)
+    except (ValueError, AssertionError):
+        yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
+        return
+    tensors = [(t.name, t.shape) for shard in dense for t in read_header(root / shard).entries]
+    facts = config_facts(tensors, (x.file.shape for x in layers), layers[0].file.part_names)
+    if config != config_with(config, codec.quantization_config(facts)):
+        yield Finding(
+            ERROR,
+            "E1013",
+            CONFIG,
+            "its quantization_config is not the one this codec writes: others may read codes as weights",
+        )
+
+
+def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, list[Finding]]:
+    """experts.parquet has a row for every matrix, in order, that says where it really lies."""
+    try:
+        columns = read_experts(root / EXPERTS)
+    except PagestoneError as error:
+        return None, [of_error(error, EXPERTS)]
+    names = [name for name, _ in COLUMNS][:15]
+    found = list(zip(*(columns[n] for n in names), strict=True))
+    wanted = [row for layer in layers for row in _rows(layer)]
+    if len(found) != len(wanted):
+        return None, [Finding(ERROR, "E1014", EXPERTS, f"{len(wanted)} rows expected, found {len(found)}")]
+    digest_at = names.index("record_xxh3_128")
+    for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
+        if have[:digest_at] + have[digest_at + 1 :] != want:
+            return None, [Finding(ERROR, "E1015", EXPERTS, f"row {number}: {want} expected, found {have}")]
+    return columns, []
+
+
+def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
+    """The rows experts.parquet must have for a layer, without digests and statistics."""
+    file, layout = layer.file, layer.layout
+    for expert in range(file.count):
+        start = layout.record_offset(expert)
+        for part, name in zip(PARTS, file.part_names, strict=True):
+            codes = layout.record.slot(part, "codes")
+            scales = next((s for s in layout.record.of_part(part) if s.role == "scales"), None)
+            yield (
+                layer.entry.file,
+                file.block,
+                file.layer,
+                expert,
+                part,
+                f"{file.prefix}.{expert}.{name}.{codes.suffix}",
+                *file.shape.matrix(part),
+                start,
+                layout.stride,
+                start + codes.offset,
+                codes.nbytes,
+                None if scales is None else start + scales.offset,
+                None if scales is None else scales.nbytes,
+            )
+
+
+def codec_of(manifest: Manifest) -> Codec:
+    """The codec a manifest states; `RequestError` if this version does not know it."""
+    return codecs.get(manifest.codec, manifest.parameters)

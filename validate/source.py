@@ -1,0 +1,160 @@
+"""Comparison with the source: encode again what the container was made from, and compare every byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagestone.convert.checkpoint import open_checkpoint
+from pagestone.convert.pipeline import encode_expert
+from pagestone.convert.plan import LayerTarget, Plan, make_plan
+from pagestone.convert.reading import ExpertReader, SourceFiles
+from pagestone.formats.dtypes import Array
+from pagestone.formats.errors import PagestoneError
+from pagestone.formats.layout import PARTS
+from pagestone.formats.manifest import EXPERTS, Manifest
+from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
+from pagestone.validate.findings import ERROR, Finding, of_error
+
+CHUNK = 1 << 20
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The source of a container, planned exactly as the conversion planned it."""
+
+    plan: Plan
+    files: SourceFiles
+    targets: dict[str, LayerTarget]
+    chosen: set[tuple[str, int]] | None = None
+    """(layer file, expert) to compare; None for all."""
+    statistics: dict[tuple[str, int, str], tuple[float, float]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        self.files.close()
+
+    def covers(self, file: str, expert: int) -> bool:
+        """Whether this expert is to be compared."""
+        return self.chosen is None or (file, expert) in self.chosen
+
+    def expert(self, layer: OpenLayer, expert: int, record: Array) -> list[Finding]:
+        """Compare one record, its row sums and its recorded statistics with the source."""
+        name = layer.entry.file
+        target = self.targets.get(name)
+        if target is None or not self.covers(name, expert):
+            return []
+        if target.file != layer.file:
+            return [Finding(ERROR, "E1021", name, "the source would give a layer of another shape, codec or name")] * (
+                not expert
+            )
+        try:
+            reader = ExpertReader(self.files, ExpertReader.needed(target.source))
+            matrices, _ = reader.read(target.source, expert)
+            again = memoryview(bytearray(layer.layout.stride))
+            encoded = encode_expert(layer.file.codec, layer.layout.record, matrices, again)
+        except PagestoneError as error:
+            return [of_error(error, name)]
+        findings = list(self._bytes(layer, expert, record, np.frombuffer(again, np.uint8)))
+        if layer.sums:
+            rows = layer.file.shape.intermediate
+            gate_up, down = (layer.sums[n][expert] for n, _, _ in layer.file.sidecar_tensors())
+            for part, have in (("gate", gate_up[:rows]), ("up", gate_up[rows:]), ("down", down)):
+                for row in np.flatnonzero(have != encoded.row_sums[part])[:1]:
+                    want = encoded.row_sums[part][row]
+                    message = f"expert {expert} {part} row {row}: row sum {want} expected, found {have[row]}"
+                    findings.append(Finding(ERROR, "E1023", str(layer.entry.sidecar), message))
+        for part in PARTS:
+            recorded = self.statistics.get((name, expert, part))
+            again_stats = (encoded.stats[part].squared_error, encoded.stats[part].squared_norm)
+            if recorded is not None and recorded != again_stats:
+                message = (
+                    f"{name} expert {expert} {part}: squared error and norm {again_stats} expected, found {recorded}"
+                )
+                findings.append(Finding(ERROR, "E1024", EXPERTS, message))
+        return findings
+
+    @staticmethod
+    def _bytes(layer: OpenLayer, expert: int, have: Array, want: Array) -> Iterator[Finding]:
+        if np.array_equal(have, want):
+            return
+        differ = np.flatnonzero(have != want)
+        first = int(differ[0])
+        slot = next(s for s in layer.layout.record.slots if s.offset <= first < s.offset + s.nbytes)
+        part = "" if slot.part is None else layer.file.part_names[PARTS.index(slot.part)] + "."
+        message = (
+            f"expert {expert} {part}{slot.suffix}: {len(differ)} bytes differ from the source's encoding, "
+            f"first 0x{int(want[first]):02x} expected, found 0x{int(have[first]):02x}"
+        )
+        yield Finding(ERROR, "E1022", layer.entry.file, message, layer.layout.record_offset(expert) + first)
+
+    def everything_else(self, root: Path, manifest: Manifest, progress: Progress) -> Iterator[Finding]:
+        """Compare dense tensors, side files, config and index with the source, byte for byte."""
+        wanted = self.plan.files
+        for name in sorted(wanted.keys() - manifest.files.keys()):
+            yield Finding(ERROR, "E1025", name, "the source gives this file, the container lacks it")
+        for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS}):
+            yield Finding(ERROR, "E1026", name, "the source gives no such file")
+        for name, data in self.plan.generated.items():
+            if (root / name).is_file() and (root / name).read_bytes() != data:
+                yield Finding(ERROR, "E1027", name, "not what the source gives")
+        for side in self.plan.side_files:
+            if side.rule is None and (root / side.name).is_file():
+                yield from self._range(root / side.name, 0, side.name, 0, side.nbytes, "", progress)
+        for shard in self.plan.dense:
+            path = root / shard.name
+            if not path.is_file():
+                continue
+            head = shard.head()
+            if bytes(read_exactly(path, 0, min(len(head), path.stat().st_size))) != head:
+                yield Finding(ERROR, "E1027", shard.name, "its header is not what the source gives")
+                continue
+            position = len(head)
+            for t in shard.tensors:
+                yield from self._range(path, position, t.file, t.offset, t.nbytes, t.name, progress)
+                position += t.nbytes
+
+    def _range(
+        self, path: Path, position: int, source: str, offset: int, nbytes: int, tensor: str, progress: Progress
+    ) -> Iterator[Finding]:
+        for start in range(0, nbytes, CHUNK):
+            size = min(CHUNK, nbytes - start)
+            want = memoryview(bytearray(size))
+            try:
+                self.files.read_into(source, offset + start, want)
+                have = read_exactly(path, position + start, size)
+            except PagestoneError as error:
+                yield of_error(error, path.name)
+                return
+            progress(size)
+            if have != want:
+                first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
+                message = f"{tensor + ': ' if tensor else ''}bytes differ from the source {source}"
+                yield Finding(ERROR, "E1028", path.name, message, position + start + first)
+                return
+
+
+def compare_with(source: Path, manifest: Manifest, columns: Columns | None, sample: int | None) -> Comparison:
+    """Plan the source as the container was planned.
+
+    `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
+    opening and planning raise.
+    """
+    checkpoint = open_checkpoint(source)
+    include_code = any(name.endswith(".py") for name in manifest.files)
+    plan = make_plan(checkpoint, codec_of(manifest), layers=manifest.partial, include_code=include_code)
+    targets = {t.name: t for t in plan.layers}
+    chosen = None
+    if sample is not None:
+        every = [(t.name, e) for t in plan.layers for e in range(t.file.count)]
+        chosen = set(random.Random(manifest.container_id).sample(every, min(sample, len(every))))
+    statistics: dict[tuple[str, int, str], tuple[float, float]] = {}
+    if columns is not None:
+        keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
+        values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
+        statistics = dict(zip(keys, values, strict=True))
+    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen, statistics)
