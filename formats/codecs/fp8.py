@@ -1,0 +1,154 @@
+"""fp8: E4M3FN codes with one scale per block of 128 x 128, as DeepSeek and Qwen publish it (specs/codecs/fp8.md).
+
+For a block with largest magnitude amax > 0: s = amax / 448 in float32, rounded to its stored type and raised to the
+smallest normal; code = e4m3(clamp(w / s, -448, 448)), quotient in float32, rounded once, half to even. A block of zeros
+has s = 1. Decoded: code * s. Blocks at the right and lower edge are partial and own their scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.stats import error_and_norm, refuse_non_finite
+
+BLOCK = 128
+LARGEST = np.float32(448)
+SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal  # BF16's is the same
+SCALE_DTYPES = ("BF16", "F32")
+PARTIAL_BLOCKS = "pagestone-partial-blocks"
+"""An activation scheme that transformers does not know: it raises instead of guessing another block size."""
+
+
+def _values() -> F32:
+    """The value of every E4M3FN code: float32 [256]; 0x7F and 0xFF are NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    magnitude[(code & 0x7F) == 0x7F] = np.nan
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+VALUES = _values()
+
+
+def to_e4m3(values: F32) -> NDArray[np.uint8]:
+    """E4M3FN codes of finite float32 values, clamped to 448, rounded once, half to even; -0.0 keeps its sign."""
+    magnitude = np.minimum(np.abs(values), LARGEST)
+    # The maximum comes first: frexp gives zero the exponent 0, not one below all others.
+    exponent = np.frexp(np.maximum(magnitude, np.float32(2.0**-6)))[1] - 1
+    steps = np.rint(np.ldexp(magnitude, 3 - exponent))  # 8..16 of 2^(exponent - 3); 0..8 where subnormal
+    code = steps.astype(np.int32) + 8 * (exponent + 6)  # 16 steps are the next exponent's 8, and so is the code
+    codes: NDArray[np.uint8] = (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    return codes
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(Codec):
+    """codes `weight` F8_E4M3 [R, C], scales `weight_scale_inv` BF16 or F32 [ceil(R/128), ceil(C/128)].
+
+    `scale_dtype` is "F32" only where the codes and scales of an FP8 source with such scales are passed through.
+    """
+
+    name: ClassVar[str] = "fp8"
+    encoder: ClassVar[str | None] = "encode_fp8"
+
+    block: int = BLOCK
+    scale_dtype: str = "BF16"
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not int or self.block != BLOCK:
+            raise ValueError(f"block expected to be {BLOCK}, found {self.block!r}")
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"scale_dtype expected to be BF16 or F32, found {self.scale_dtype!r}")
+
+    @property
+    def parameters(self) -> dict[str, int | str]:
+        return {"block": self.block, "scale_dtype": self.scale_dtype}
+
+    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
+        grid = (-(-rows // BLOCK), -(-columns // BLOCK))
+        return (
+            MatrixTensor("codes", "weight", "F8_E4M3", (rows, columns)),
+            MatrixTensor("scales", "weight_scale_inv", self.scale_dtype, grid),
+        )
+
+    def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
+        refuse_non_finite(weight, weight)
+        amax = _block_maxima(np.abs(weight))
+        scale: F32 = (amax / LARGEST).astype(np.float32)
+        if self.scale_dtype == "BF16":
+            scale = bf16_to_f32(f32_to_bf16(scale))
+        np.maximum(scale, SMALLEST_NORMAL, out=scale)
+        scale[amax == 0] = 1
+        spread = _spread(scale, *weight.shape)
+        codes = to_e4m3(weight / spread)
+        out["codes"][...] = codes
+        out["scales"][...] = f32_to_bf16(scale) if self.scale_dtype == "BF16" else scale
+        return EncodeStats(*error_and_norm(weight, _product(codes, spread)))
+
+    def decode(self, stored: Stored, rows: int, columns: int) -> F32:
+        return _product(stored["codes"], _spread(self._scales(stored), rows, columns))
+
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
+        codes, scales = stored["codes"], self._scales(stored)
+        magnitudes = codes & 0x7F
+        forbidden = magnitudes == 0x7F
+        if forbidden.any():
+            row, column = divmod(int(np.argmax(forbidden)), columns)
+            yield (
+                f"codes expected to be numbers, found {np.count_nonzero(forbidden)} of 0x7F or 0xFF (NaN), "
+                f"the first at row {row}, column {column}"
+            )
+        # A source may carry a zero scale over a block of zeros; its codes are passed through as they are.
+        unused = (scales == 0) & (_block_maxima(magnitudes) == 0)
+        bad = ~(np.isfinite(scales) & (scales > 0)) & ~unused
+        if bad.any():
+            row, column = divmod(int(np.argmax(bad)), scales.shape[1])
+            yield (
+                f"scales expected to be finite and positive, found {np.count_nonzero(bad)} that are not, "
+                f"the first {scales[row, column]} at row {row}, column {column} of the grid"
+            )
+
+    def quantization_config(self, facts: ConfigFacts) -> dict[str, Any]:
+        whole = all(size % BLOCK == 0 for shape in facts.shapes for size in shape)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic" if whole else PARTIAL_BLOCKS,
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(facts.dense_modules),
+        }
+
+    def _scales(self, stored: Stored) -> F32:
+        scales = stored["scales"]
+        return bf16_to_f32(scales) if self.scale_dtype == "BF16" else scales.astype(np.float32)
+
+
+def _block_maxima(values: Array) -> Array:
+    """The maximum of every block of [R, C]: [ceil(R/128), ceil(C/128)], edge blocks being partial."""
+    rows, columns = values.shape
+    tall: Array = np.maximum.reduceat(values, np.arange(0, rows, BLOCK), axis=0)
+    return np.maximum.reduceat(tall, np.arange(0, columns, BLOCK), axis=1)
+
+
+def _spread(scales: F32, rows: int, columns: int) -> F32:
+    """The scale of every element: float32 [rows, columns]."""
+    return scales.repeat(BLOCK, axis=0)[:rows].repeat(BLOCK, axis=1)[:, :columns]
+
+
+def _product(codes: Array, scales: F32) -> F32:
+    """code * scale in float32: no overflow where we encoded, but stored scales may be anything."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        product: F32 = VALUES[codes] * scales
+    return product
+
+
+CODECS = (Fp8,)
