@@ -104,6 +104,11 @@ class LayerFile:
             (f"down_proj.{down.suffix}", down.dtype, (self.count, down.shape[0])),
         )
 
+    def sidecar_metadata(self) -> dict[str, str]:
+        """The metadata of the sidecar: the layer's own without stride and offsets, and what kind of sidecar it is."""
+        meta = {k: v for k, v in self.metadata().items() if k not in (f"{KEY}offsets", f"{KEY}stride")}
+        return meta | {f"{KEY}sidecar": "row_sum"}
+
     def sidecar_head(self) -> bytes:
         """All bytes of the sidecar file before its data, which begin at a multiple of 4096."""
         entries, position = [], 0
@@ -111,9 +116,7 @@ class LayerFile:
             size = MatrixTensor("", "", dtype, shape).nbytes
             entries.append((name, dtype, shape, position, position + size))
             position += size
-        meta = {k: v for k, v in self.metadata().items() if k not in (f"{KEY}offsets", f"{KEY}stride")}
-        meta[f"{KEY}sidecar"] = "row_sum"
-        return build_header(entries, meta, PAGE)
+        return build_header(entries, self.sidecar_metadata(), PAGE)
 
 
 def layer_file_name(block: str, layer: int, width: int = 2) -> str:
@@ -152,11 +155,12 @@ def _described(header: Header, file: Path) -> LayerFile:
     try:
         parts = json.loads(text("parts"))
         parameters = json.loads(text("parameters"))
-        offsets = json.loads(text("offsets")) if KEY + "sidecar" not in meta else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise fail(f"metadata is not the JSON expected: {error}") from None
-    if not isinstance(parts, list) or len(parts) != 3 or not all(isinstance(p, str) and p for p in parts):
-        raise fail(f"three part names expected, found {parts!r}")
+    if not isinstance(parts, list) or not all(isinstance(p, str) and p and "." not in p for p in parts):
+        raise fail(f"part names without dots expected, found {parts!r}")
+    if len(parts) != 3 or len(set(parts)) != 3:
+        raise fail(f"three different part names expected, found {parts!r}")
     if not isinstance(parameters, dict):
         raise fail(f"codec parameters expected as an object, found {parameters!r}")
     bias = meta.get(KEY + "bias_dtype")
@@ -173,13 +177,14 @@ def _described(header: Header, file: Path) -> LayerFile:
             count=number("experts", 1),
             part_names=(parts[0], parts[1], parts[2]),
         )
-        wanted = described.metadata()
+        wanted = described.sidecar_metadata() if KEY + "sidecar" in meta else described.metadata()
     except (RequestError, LayoutError) as error:
         raise fail(error.message) from None
-    if offsets is not None:
-        for key in ("stride", "offsets"):
-            if text(key) != wanted[KEY + key]:
-                raise fail(f"metadata {KEY + key} expected to be {wanted[KEY + key]}, found {text(key)}")
+    except ValueError as error:  # half a surrogate pair
+        raise fail(f"metadata is not Unicode text: {error}") from None
+    for key in [*wanted, *(k for k in meta if k.startswith(KEY))]:
+        if meta.get(key) != wanted.get(key):
+            raise fail(f"metadata {key} expected to be {wanted.get(key, 'absent')}, found {meta.get(key, 'none')}")
     return described
 
 
@@ -237,6 +242,14 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
     described = _described(header, file)
     layout = LayerLayout(record_layout(described.codec, described.shape), described.count, header.data_start)
     _aligned(header, file)
+    if layout.file_size != header.file_size:  # before a table is made that could be larger than any memory
+        raise DataError(
+            f"{described.count} records of {layout.stride} bytes from byte {layout.data_start} expected, "
+            f"the file has {header.file_size} bytes",
+            code="E0227",
+            file=file,
+            remedy="restore the file, or convert again",
+        )
     triples = layer_entries(layout.record, described.count, described.prefix, described.part_names)
     _check_table(header, _entries(triples, header.data_start), file)
     return described, layout

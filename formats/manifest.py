@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError
-from pagestone.formats.layer_file import SPEC_VERSION
+from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
 
 MANIFEST = "manifest.json"
 EXPERTS = "experts.parquet"
@@ -85,7 +86,8 @@ class Manifest:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest at `path` (the file itself), checked against its own digest and its container id.
 
-    Raises `DataError` (E03xx) if it is no manifest, is damaged, or is of a version this code does not know.
+    Raises `DataError` (E03xx) if it is no manifest, is damaged, is of a version this code does not know, or is anything
+    but the canonical JSON of exactly the fields of `Manifest.to_bytes`.
     """
     file = Path(path)
     raw = file.read_bytes()
@@ -95,9 +97,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         return DataError(message, code=code, file=file, remedy=remedy)
 
     try:
-        table = json.loads(raw)
+        table = json.loads(raw.decode("utf-8"))
         version = table["pagestone"]["spec_version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise fail("a pagestone manifest expected, found something else", "E0301") from None
     if version != SPEC_VERSION:
         raise DataError(
@@ -111,27 +113,98 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         actual = digest(canonical_json(table)).hex()
         if recorded != actual:
             raise fail(f"its own digest expected {recorded}, found {actual}", "E0303")
-        manifest = Manifest(
-            codec=table["codec"]["name"],
-            parameters=table["codec"]["parameters"],
-            lossless=table["lossless"],
-            partial=None if table["partial"] is None else (table["partial"][0], table["partial"][1]),
-            source=table["source"],
-            layers=tuple(LayerEntry(**e) for e in table["layers"]),
-            files={
-                name: FileDigest(f["bytes"], bytes.fromhex(f["xxh3_128"]), bytes.fromhex(f.get("sha256", "")) or None)
-                for name, f in table["files"].items()
-            },
-        )
+        manifest = _manifest(table)
         stated = table["container_id"]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise fail(f"a field is missing or of another type: {error!r}", "E0304") from None
     for name in manifest.files:
-        if not name or name != Path(name).name or name in (".", ".."):
+        if not _plain(name):
             raise fail(f"a plain file name expected, found {name!r}", "E0306")
     if manifest.container_id != stated:
         raise fail(f"container id {stated} stated, the files listed give {manifest.container_id}", "E0305")
+    problem = _layer_problem(manifest)
+    if problem is not None:
+        raise fail(problem, "E0308")
+    if manifest.to_bytes() != raw:
+        raise fail("canonical JSON of exactly the fields specified expected, found other bytes", "E0307")
     return manifest
+
+
+def _typed(table: Any, key: str | int, *kinds: type) -> Any:
+    """The value of a field; TypeError if it is of none of `kinds` (true and false are no integers)."""
+    value = table[key]
+    if type(value) not in kinds:
+        raise TypeError(f"{key}: {' or '.join(k.__name__ for k in kinds)} expected, found {value!r}")
+    return value
+
+
+def _manifest(table: Any) -> Manifest:
+    """The fields of a manifest with their types checked; raises TypeError, KeyError or ValueError."""
+    codec = _typed(table, "codec", dict)
+    parameters = _typed(codec, "parameters", dict)
+    for name in parameters:
+        _typed(parameters, name, int, str)
+    partial = _typed(table, "partial", list, type(None))
+    if partial is not None:
+        first, end = (_typed(partial, n, int) for n in range(len(partial)))
+        if not 0 <= first < end:
+            raise ValueError(f"partial: first < end expected, found {partial}")
+        partial = (first, end)
+    files: dict[str, FileDigest] = {}
+    for name, entry in _typed(table, "files", dict).items():
+        digests = [bytes.fromhex(_typed(entry, key, str)) for key in ("xxh3_128", "sha256") if key in entry]
+        if [len(d) for d in digests] not in ([16], [16, 32]) or _typed(entry, "bytes", int) < 0:
+            raise ValueError(f"{name}: bytes, 32 digits of xxh3_128 and perhaps 64 of sha256 expected, found {entry}")
+        files[name] = FileDigest(entry["bytes"], *digests)
+    return Manifest(
+        codec=_typed(codec, "name", str),
+        parameters=parameters,
+        lossless=_typed(table, "lossless", bool),
+        partial=partial,
+        source=_typed(table, "source", dict),
+        layers=tuple(
+            LayerEntry(
+                _typed(entry, "file", str),
+                _typed(entry, "block", str),
+                _typed(entry, "layer", int),
+                _typed(entry, "experts", int),
+                _typed(entry, "sidecar", str, type(None)),
+            )
+            for entry in _typed(table, "layers", list)
+        ),
+        files=files,
+    )
+
+
+def _plain(name: str) -> bool:
+    """Whether a name is that of a file in the container's own directory, other than the manifest."""
+    return name not in ("", ".", "..", MANIFEST) and "/" not in name and all(ord(c) >= 32 for c in name)
+
+
+LAYER_NAME = re.compile(r"(layers|mtp)-([0-9]{2,})(\.rowsum)?\.safetensors")
+
+
+def _layer_problem(manifest: Manifest) -> str | None:
+    """What is wrong with the list of layers: order, names, counts, or files that are not listed; None if nothing."""
+    if not manifest.layers:
+        return "at least one layer expected, found none"
+    keys = [(e.block, e.layer) for e in manifest.layers]
+    if sorted(set(keys)) != keys:
+        return f"layers expected in order of block and number, each once, found {keys}"
+    named = set()
+    for e in manifest.layers:
+        match = LAYER_NAME.fullmatch(e.file)
+        if e.block not in BLOCKS or match is None or e.file != layer_file_name(e.block, e.layer, len(match[2])):
+            return f"a layer file named {layer_file_name(e.block, e.layer)} expected, found {e.file!r}"
+        if e.sidecar not in (None, sidecar_name(e.file)):
+            return f"a sidecar named {sidecar_name(e.file)} or none expected, found {e.sidecar!r}"
+        if e.experts < 1:
+            return f"{e.file}: at least one expert expected, found {e.experts}"
+        named |= {e.file} if e.sidecar is None else {e.file, e.sidecar}
+    listed = {name for name in manifest.files if LAYER_NAME.fullmatch(name)}
+    if named != listed:
+        return f"{min(named ^ listed)} expected in both the list of layers and the list of files"
+    return None
 
 
 # -- experts.parquet -------------------------------------------------------------------------------------------------
@@ -169,16 +242,19 @@ def write_experts(path: str | os.PathLike[str], columns: Mapping[str, Sequence[A
 
 
 def read_experts(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """The columns of experts.parquet as lists; raises `DataError` if it is damaged or lacks a column."""
+    """The columns of experts.parquet as lists; `DataError` if it is damaged, lacks a column or has another type."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     remedy = "restore experts.parquet, or convert again"
     try:
-        table = pq.read_table(os.fspath(path)).to_pydict()
-    except (pa.ArrowException, OSError) as error:
+        table = pq.read_table(os.fspath(path))
+        columns = dict(table.to_pydict())
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: column names that are no UTF-8
         raise DataError(f"a Parquet file expected: {error}", code="E0311", file=path, remedy=remedy) from None
-    for name, _ in COLUMNS:
-        if name not in table:
-            raise DataError(f"column {name} expected, found none", code="E0312", file=path, remedy=remedy)
-    return dict(table)
+    found = {field.name: str(field.type) for field in table.schema}
+    for name, kind in COLUMNS:
+        if found.get(name) != {"float64": "double"}.get(kind, kind):
+            have = found.get(name, "none")
+            raise DataError(f"column {name} of {kind} expected, found {have}", code="E0312", file=path, remedy=remedy)
+    return columns

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pagestone.formats import codecs
 from pagestone.formats.codecs import Codec
 from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
@@ -38,6 +39,8 @@ TORCH_NAMES = {
     "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "F64": "float64",
     "I64": "int64",
 }  # fmt: skip
+TALL = 4096
+"""No codec has blocks of more rows; see `_stacks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,13 @@ class Layer:
                 file=path,
                 remedy="restore the file: it belongs to another container",
             )
+        if (entry.sidecar is None) != (not file.sidecar_tensors()):
+            raise DataError(
+                f"codec {file.codec.name} and {MANIFEST} disagree on whether there is a sidecar",
+                code="E0321",
+                file=path,
+                remedy="restore the manifest, or convert again",
+            )
         return file, layout, _map(path)
 
     @property
@@ -231,22 +241,26 @@ class Layer:
     def _gate_up(self, base: Array, start: int, number: int) -> Matrix:
         """gate and up are never separated in a record, so one view covers both."""
         rows, columns = self.file.shape.matrix("gate")
-        fused = {t.role: t for t in self.file.codec.tensors(2 * rows, columns)}
+        tall = {t.role: t.shape for t in self.file.codec.tensors(TALL * rows, columns)}
         views: dict[str, Any] = {}
         gate = {s.role: s for s in self.layout.record.of_part("gate")}
         up = {s.role: s for s in self.layout.record.of_part("up")}
         for role, first in gate.items():
-            if _stacks(first, up[role], fused[role].shape if role in fused else (2 * rows,)):
+            if _stacks(first, up[role], tall.get(role, (TALL * rows,))):
                 shape = (first.shape[0] + up[role].shape[0], *first.shape[1:])
                 views[role] = _slice(base, start + first.offset, 2 * first.nbytes, first.dtype, shape)
         sums = None if self.row_sums is None else View(self.row_sums["gate_up"].array[number], "I32")
         return Matrix(self.file.codec, 2 * rows, columns, row_sums=sums, **views)
 
 
-def _stacks(gate: Slot, up: Slot, fused: tuple[int, ...]) -> bool:
-    """Whether gate's and up's tensor of one role, side by side in the record, are the fused matrix's tensor."""
-    adjacent = gate.offset + gate.nbytes == up.offset and gate.shape[1:] == up.shape[1:]
-    return adjacent and (gate.shape[0] + up.shape[0], *gate.shape[1:]) == tuple(fused)
+def _stacks(gate: Slot, up: Slot, tall: tuple[int, ...]) -> bool:
+    """Whether gate's and up's tensors of one role, side by side in the record, are the fused matrix's tensor.
+
+    `tall` is that role's shape for a matrix of `TALL` times gate's rows. Two partial blocks can be as many as the fused
+    grid has and still lie elsewhere (100 rows of blocks of 128); only where nothing is partial do all of them add up.
+    """
+    adjacent = gate.offset + gate.nbytes == up.offset and gate.shape == up.shape
+    return adjacent and (TALL * gate.shape[0], *gate.shape[1:]) == tuple(tall)
 
 
 class Container:
@@ -267,8 +281,8 @@ class Container:
 def open_container(path: str | os.PathLike[str]) -> Container:
     """Open the container directory at `path`.
 
-    Reads the manifest and stats every file. Raises `RequestError` if there is no container, `DataError` if the
-    manifest is damaged or a file is missing or of another length.
+    Reads the manifest and stats every file. Raises `RequestError` if there is no container or its codec is
+    unknown, `DataError` if the manifest is damaged or a file is missing or of another length.
     """
     if sys.byteorder != "little":
         raise RequestError("a little-endian machine expected", code="E0330", remedy="containers are little-endian only")
@@ -285,6 +299,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
             else "give the directory that a prepare command made",
         )
     manifest = read_manifest(root / MANIFEST)
+    codecs.get(manifest.codec, manifest.parameters)
     for name, known in manifest.files.items():
         file = root / name
         if not file.is_file():
@@ -301,13 +316,4 @@ def open_container(path: str | os.PathLike[str]) -> Container:
                 file=file,
                 remedy="restore it from a copy, or convert again",
             )
-    for entry in manifest.layers:
-        for part in (entry.file, entry.sidecar):
-            if part is not None and part not in manifest.files:
-                raise DataError(
-                    f"{part} expected among the files listed, found none",
-                    code="E0304",
-                    file=root / MANIFEST,
-                    remedy="restore the manifest, or convert again",
-                )
     return Container(root, manifest)

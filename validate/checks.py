@@ -5,6 +5,7 @@ Everything is read with pread, never mapped: a file that is cut while it is look
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
-from pagestone.formats.layout import PARTS, LayerLayout, layer_entries
+from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import read_header
 from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
@@ -94,6 +95,17 @@ def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progr
         )
 
 
+def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]:
+    """SHA-256 of a file, where the manifest states one: of its bytes, layer files too."""
+    wanted = manifest.files[name].sha256
+    if wanted is None:
+        return
+    with (root / name).open("rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").digest()
+    if found != wanted:
+        yield Finding(ERROR, "E1001", name, f"sha256 expected {wanted.hex()}, found {found.hex()}")
+
+
 def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
     """A layer file and its sidecar with their tables checked; raises `DataError`."""
     path = root / entry.file
@@ -137,7 +149,8 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
         arrays = stored_arrays(layer, record, expert, part)
         for sentence in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
             offset = start + layer.layout.record.slot(part, "codes").offset
-            yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {sentence}", offset)
+            sidecar = f" (in {layer.entry.sidecar})" if sentence.startswith("row sums") else ""
+            yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {sentence}{sidecar}", offset)
 
 
 def check_layer(
@@ -182,16 +195,26 @@ def check_layer(
         )
 
 
+def check_dense(root: Path, dense: list[str]) -> Iterator[Finding]:
+    """Dense shards are complete safetensors files whose data begins on a page."""
+    for shard in dense:
+        header = read_header(root / shard)
+        if header.data_start % PAGE:
+            message = f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}"
+            yield Finding(ERROR, "E0225", shard, message)
+
+
 def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
     try:
         table = json.loads((root / INDEX).read_bytes())
         listed, total = dict(table["weight_map"]), table["metadata"]["total_size"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
         return
     wanted: dict[str, str] = {}
     size = 0
+    homes: list[tuple[str, str, int]] = []
     for layer in layers:
         file = layer.file
         pads = {
@@ -199,12 +222,14 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
         }
         for name, _, _, begin, end in layer_entries(layer.layout.record, file.count, file.prefix, file.part_names):
             if name not in pads:
-                wanted[name] = layer.entry.file
-                size += end - begin
+                homes.append((name, layer.entry.file, end - begin))
     for shard in dense:
-        for tensor in read_header(root / shard).entries:
-            wanted[tensor.name] = shard
-            size += tensor.nbytes
+        homes += [(tensor.name, shard, tensor.nbytes) for tensor in read_header(root / shard).entries]
+    for name, home, nbytes in homes:
+        if name in wanted:
+            yield Finding(ERROR, "E1016", home, f"{name} also stands in {wanted[name]}")
+        wanted[name] = home
+        size += nbytes
     for name in sorted(wanted.keys() - listed.keys())[:10]:
         yield Finding(ERROR, "E1008", INDEX, f"{name} expected, found none")
     for name in sorted(listed.keys() - wanted.keys())[:10]:
@@ -219,8 +244,9 @@ def check_config(root: Path, codec: Codec, layers: list[OpenLayer], dense: list[
     """config.json states what the codec needs so that others read right weights or raise, at both levels."""
     try:
         config = json.loads((root / CONFIG).read_bytes())
-        assert isinstance(config, dict)
-    except (ValueError, AssertionError):
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
     tensors = [(t.name, t.shape) for shard in dense for t in read_header(root / shard).entries]
@@ -249,6 +275,11 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if have[:digest_at] + have[digest_at + 1 :] != want:
             return None, [Finding(ERROR, "E1015", EXPERTS, f"row {number}: {want} expected, found {have}")]
+    digests = columns["record_xxh3_128"]
+    for number in range(0, len(digests), len(PARTS)):
+        if len(set(digests[number : number + len(PARTS)])) != 1:
+            message = f"rows {number} to {number + 2} belong to one record, their digests differ"
+            return None, [Finding(ERROR, "E1015", EXPERTS, message)]
     return columns, []
 
 

@@ -25,7 +25,9 @@ class Finding:
     def text(self) -> str:
         """One line: `error: layers-07.safetensors: expert 12 ... at byte 1052672: ... (E1001)`."""
         place = "" if self.offset is None else f" at byte {self.offset}"
-        return f"{self.severity}: {self.file}{place}: {self.message} ({self.code})"
+        line = f"{self.severity}: {self.file}{place}: {self.message} ({self.code})"
+        # a damaged header may name tensors with halves of surrogate pairs, which no terminal takes
+        return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def of_error(error: PagestoneError | OSError, file: str) -> Finding:

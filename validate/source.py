@@ -17,9 +17,9 @@ from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layout import PARTS
-from pagestone.formats.manifest import EXPERTS, Manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
-from pagestone.validate.findings import ERROR, Finding, of_error
+from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
 
 CHUNK = 1 << 20
 
@@ -33,6 +33,8 @@ class Comparison:
     targets: dict[str, LayerTarget]
     chosen: set[tuple[str, int]] | None = None
     """(layer file, expert) to compare; None for all."""
+    unlike: set[str] = field(default_factory=set)
+    """Layer files whose experts cannot be compared: the source has no such layer, or one of another shape."""
     statistics: dict[tuple[str, int, str], tuple[float, float]] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -40,18 +42,31 @@ class Comparison:
 
     def covers(self, file: str, expert: int) -> bool:
         """Whether this expert is to be compared."""
-        return self.chosen is None or (file, expert) in self.chosen
+        return file not in self.unlike and (self.chosen is None or (file, expert) in self.chosen)
+
+    def heads(self, root: Path, layer: OpenLayer) -> Iterator[Finding]:
+        """Compare the headers of a layer file and its sidecar with those the source gives; call before `expert`."""
+        name = layer.entry.file
+        target = self.targets.get(name)
+        if target is None or target.file != layer.file:
+            self.unlike.add(name)
+            if target is not None:  # `everything_else` reports a file the source does not give
+                message = "the source would give a layer of another shape, codec or name"
+                yield Finding(ERROR, "E1021", name, message)
+            return
+        wanted = {name: target.file.head()}
+        if layer.entry.sidecar is not None:
+            wanted[layer.entry.sidecar] = target.file.sidecar_head()
+        for file, head in wanted.items():
+            if (root / file).stat().st_size < len(head) or read_exactly(root / file, 0, len(head)) != head:
+                yield Finding(ERROR, "E1027", file, "its header is not what the source gives")
 
     def expert(self, layer: OpenLayer, expert: int, record: Array) -> list[Finding]:
         """Compare one record, its row sums and its recorded statistics with the source."""
         name = layer.entry.file
-        target = self.targets.get(name)
-        if target is None or not self.covers(name, expert):
+        if not self.covers(name, expert):
             return []
-        if target.file != layer.file:
-            return [Finding(ERROR, "E1021", name, "the source would give a layer of another shape, codec or name")] * (
-                not expert
-            )
+        target = self.targets[name]
         try:
             reader = ExpertReader(self.files, ExpertReader.needed(target.source))
             matrices, _ = reader.read(target.source, expert)
@@ -94,6 +109,7 @@ class Comparison:
 
     def everything_else(self, root: Path, manifest: Manifest, progress: Progress) -> Iterator[Finding]:
         """Compare dense tensors, side files, config and index with the source, byte for byte."""
+        yield from self._facts(manifest)
         wanted = self.plan.files
         for name in sorted(wanted.keys() - manifest.files.keys()):
             yield Finding(ERROR, "E1025", name, "the source gives this file, the container lacks it")
@@ -104,6 +120,9 @@ class Comparison:
                 yield Finding(ERROR, "E1027", name, "not what the source gives")
         for side in self.plan.side_files:
             if side.rule is None and (root / side.name).is_file():
+                if (root / side.name).stat().st_size != side.nbytes:
+                    yield Finding(ERROR, "E1027", side.name, f"{side.nbytes} bytes expected as in the source")
+                    continue
                 yield from self._range(root / side.name, 0, side.name, 0, side.nbytes, "", progress)
         for shard in self.plan.dense:
             path = root / shard.name
@@ -117,6 +136,18 @@ class Comparison:
             for t in shard.tensors:
                 yield from self._range(path, position, t.file, t.offset, t.nbytes, t.name, progress)
                 position += t.nbytes
+
+    def _facts(self, manifest: Manifest) -> Iterator[Finding]:
+        """What the manifest says about the source, against this source."""
+        found = dict(manifest.source) | {"lossless": manifest.lossless}
+        wanted = self.plan.source_facts | {"lossless": self.plan.lossless}
+        for name in sorted((found.keys() | wanted.keys()) - {"fingerprint"}):
+            if found.get(name) != wanted.get(name):
+                message = f"{name} {wanted.get(name)!r} expected from the source, found {found.get(name)!r}"
+                yield Finding(ERROR, "E1029", MANIFEST, message)
+        if found.get("fingerprint") != wanted["fingerprint"]:
+            message = "made from another copy of the source: its config, its shards or their headers differ"
+            yield Finding(WARNING, "W1030", MANIFEST, message)
 
     def _range(
         self, path: Path, position: int, source: str, offset: int, nbytes: int, tensor: str, progress: Progress
@@ -157,4 +188,4 @@ def compare_with(source: Path, manifest: Manifest, columns: Columns | None, samp
         keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
         values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
         statistics = dict(zip(keys, values, strict=True))
-    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen, statistics)
+    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen, statistics=statistics)

@@ -61,6 +61,7 @@ def verify(
         dense = [n for n in manifest.files if n.endswith(".safetensors") and n not in layer_files | sidecars]
         if not damaged:
             try:
+                report.add(checks.check_dense(root, dense))
                 report.add(checks.check_index(root, layers, dense))
                 report.add(checks.check_config(root, codec, layers, dense))
             except (PagestoneError, OSError) as error:
@@ -86,9 +87,12 @@ def _files(
     """Digests of every file, and the contents of every layer."""
     layer_files = {e.file for e in manifest.layers}
     for name in manifest.files:
-        if name not in layer_files and (root / name).is_file():
+        if not (root / name).is_file():
+            continue
+        if name not in layer_files:
             report.add(checks.check_file_digest(root, manifest, name, progress))
             report.count("files")
+        report.add(checks.check_sha256(root, manifest, name))
     recorded: dict[str, list[str]] = {}
     if columns is not None:
         for file, part, value in zip(columns["file"], columns["part"], columns["record_xxh3_128"], strict=True):
@@ -101,6 +105,8 @@ def _files(
     for layer in layers:
         known = recorded.get(layer.entry.file)
         try:
+            if comparison is not None:
+                report.add(comparison.heads(root, layer))
             report.add(checks.check_layer(layer, manifest, known, against_source, progress, workers))
         except PagestoneError as error:
             report.add([of_error(error, layer.entry.file)])
