@@ -1,0 +1,193 @@
+"""The golden vectors: three readers accept what must be accepted and refuse what must be refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import xxhash
+
+from pagestone.formats.errors import PagestoneError
+from pagestone.formats.layout import PARTS
+from pagestone.reader.container import open_container
+from pagestone.validate import plain_reader
+from pagestone.validate.verify import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+VECTORS = ROOT / "tests" / "vectors"
+ACCEPT = sorted(p.stem for p in (VECTORS / "accept").glob("*.json"))
+REJECT = sorted(p.stem for p in (VECTORS / "reject").glob("*.json"))
+
+
+@cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_vectors"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(kind: str, name: str) -> dict:
+    return json.loads((VECTORS / kind / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def changed(name: str, root: Path) -> Path:
+    """The directory that a case to be refused describes."""
+    case, make = load("reject", name), generator()
+    base = make.files_of(VECTORS / "accept" / case["base"])
+    return make.write_files(root / name, make.apply(case["patch"], base))
+
+
+def touch_everything(root: Path) -> None:
+    """Open a container and every layer and sidecar of it."""
+    container = open_container(root)
+    for layer in [*container.layers.values(), *container.mtp.values()]:
+        layer.expert(len(layer) - 1)
+
+
+def test_there_are_enough():
+    assert len(ACCEPT) >= 4 and len(REJECT) >= 20
+    codecs = {load("accept", name)["codec"] for name in ACCEPT}
+    pages = {p.stem for p in (ROOT / "specs" / "codecs").glob("*.md")}
+    assert codecs == pages, "every codec has a page and a vector"
+
+
+@pytest.mark.parametrize("name", ACCEPT)
+def test_our_reader_finds_what_the_twin_says(name):
+    twin, container = load("accept", name), open_container(VECTORS / "accept" / name)
+    assert container.container_id == twin["container_id"]
+    assert container.manifest.codec == twin["codec"] and dict(container.manifest.parameters) == twin["parameters"]
+    layers = [*container.layers.values(), *container.mtp.values()]
+    assert [x.entry.file for x in layers] == [x["file"] for x in twin["layers"]]
+    for layer, wanted in zip(layers, twin["layers"], strict=True):
+        found = (layer.layout.data_start, layer.stride, len(layer), layer.file.prefix)
+        assert found == (wanted["data_start"], wanted["stride"], wanted["experts"], wanted["prefix"])
+        assert [(s.dtype, list(s.shape), s.offset, s.nbytes) for s in layer.layout.record.slots] == [
+            (s["dtype"], s["shape"], s["offset"], s["bytes"]) for s in wanted["record"]
+        ]
+        for expert, values in zip(layer, wanted["values"], strict=True):
+            assert xxhash.xxh3_128_hexdigest(expert.record.tobytes()) == values["record_xxh3_128"]
+            for part in PARTS:
+                matrix = getattr(expert, part)
+                same_values(matrix.decode(), values[part])
+                if matrix.row_sums is not None:
+                    assert matrix.row_sums.array[:4].tolist() == values[part]["first_row_sums"]
+
+
+def same_values(decoded: np.ndarray, wanted: dict) -> None:
+    bits = np.ascontiguousarray(decoded, "<f4").view("<u4").reshape(-1)
+    assert [f"{b:08x}" for b in bits[:4].tolist()] == wanted["first_f32"]
+    assert f"{int(bits[-1]):08x}" == wanted["last_f32"]
+    assert xxhash.xxh3_128_hexdigest(bits.tobytes()) == wanted["decoded_xxh3_128"]
+
+
+@pytest.mark.parametrize("name", ACCEPT)
+def test_the_plain_reader_finds_what_the_twin_says(name):
+    twin = load("accept", name)
+    container_id, layers = plain_reader.read(VECTORS / "accept" / name)
+    assert container_id == twin["container_id"]
+    for layer, wanted in zip(layers, twin["layers"], strict=True):
+        assert (layer.path.name, layer.start, layer.stride) == (wanted["file"], wanted["data_start"], wanted["stride"])
+        assert [(n, d, list(s), o, b) for n, (d, s, o, b) in layer.slots.items()] == [
+            (s["name"], s["dtype"], s["shape"], s["offset"], s["bytes"]) for s in wanted["record"]
+        ]
+        for expert, values in enumerate(wanted["values"]):
+            for part, matrix in layer.decode(expert).items():
+                same_values(matrix, values[part])
+
+
+@pytest.mark.parametrize("name", ACCEPT)
+def test_verify_has_nothing_to_say(name):
+    report = verify(VECTORS / "accept" / name)
+    assert report.findings == [] and report.exit_code == 0
+
+
+@pytest.mark.parametrize("name", ACCEPT)
+def test_plain_safetensors_reads_every_file(name):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    twin = load("accept", name)
+    if twin["codec"] == "fp8":  # NumPy has no float8: names and shapes only
+        from safetensors import safe_open
+
+        with safe_open(VECTORS / "accept" / name / twin["layers"][0]["file"], "np") as file:
+            count = len(twin["layers"][0]["record"]) * twin["layers"][0]["experts"]
+            assert len(file.keys()) == count
+        return
+    container = open_container(VECTORS / "accept" / name)
+    for layer in container.layers.values():
+        tensors = safetensors.load_file(VECTORS / "accept" / name / layer.entry.file)
+        for expert in layer:
+            for part in PARTS:
+                stem = f"{layer.file.prefix}.{expert.number}.{part}_proj"
+                assert np.array_equal(tensors[f"{stem}.weight"], getattr(expert, part).codes.array)
+                assert np.array_equal(tensors[f"{stem}.weight_scale"], getattr(expert, part).scales.array)
+
+
+@pytest.mark.parametrize("name", REJECT)
+def test_opening_refuses_or_leaves_it_to_verify(name, tmp_path):
+    wanted = load("reject", name)["refused_by"]["open"]
+    root = changed(name, tmp_path)
+    if wanted is None:
+        touch_everything(root)
+        return
+    with pytest.raises(PagestoneError) as caught:
+        touch_everything(root)
+    assert caught.value.code == wanted and caught.value.remedy
+    assert caught.value.exit_code in (1, 2)
+
+
+@pytest.mark.parametrize("name", REJECT)
+def test_verify_finds_the_fault_and_no_other(name, tmp_path):
+    case = load("reject", name)
+    report = verify(changed(name, tmp_path))
+    found = sorted({f.code for f in report.findings if f.severity == "error"})
+    assert found == sorted(case["refused_by"]["verify"]), [f.text() for f in report.findings]
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("name", REJECT)
+def test_the_plain_reader_refuses(name, tmp_path, capsys):
+    wanted = load("reject", name)["refused_by"]["plain_reader"]
+    assert plain_reader.main(changed(name, tmp_path)) == int(wanted), capsys.readouterr()
+
+
+def test_every_case_is_refused_by_somebody():
+    for name in REJECT:
+        refused = load("reject", name)["refused_by"]
+        assert refused["verify"], name
+
+
+def test_the_committed_vectors_are_what_the_script_makes(capsys):
+    assert generator().main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_script_refuses_to_overwrite_silently(tmp_path, monkeypatch, capsys):
+    make = generator()
+    monkeypatch.setattr(make, "VECTORS", tmp_path)
+    monkeypatch.setattr(make, "ACCEPT", {"int8-small": make.ACCEPT["int8-small"]})
+    monkeypatch.setattr(make, "REJECT", {"file-missing": make.REJECT["file-missing"]})
+    assert make.main([]) == 0 and make.main(["--check"]) == 0
+    readme = tmp_path / "accept" / "int8-small" / "README.md"
+    before = readme.read_bytes()
+    readme.write_bytes(b"other")
+    assert make.main(["--check"]) == 1 and make.main([]) == 1
+    assert readme.read_bytes() == b"other", "nothing was overwritten"
+    assert "README.md: not what is made" in capsys.readouterr().err
+    assert make.main(["--overwrite"]) == 0
+    assert readme.read_bytes() == before
+
+
+def test_the_plain_reader_is_a_script():
+    command = [sys.executable, "validate/plain_reader.py", "tests/vectors/accept/int8-odd"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == load("accept", "int8-odd")["container_id"] and len(lines) == 3
