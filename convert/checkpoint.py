@@ -22,6 +22,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SIDE_FILE_LIMIT = 64 << 20
 """Bytes: a larger side file is listed, not copied."""
+CODE = "code (copied only with --include-code)"
+"""The rule by which a *.py file is no side file."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl")
 """Files of other weight formats (or weights outside the index): never side files."""
 
@@ -59,7 +61,7 @@ class Checkpoint:
     fingerprint: str
     warnings: tuple[str, ...] = ()
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(length, modification time in ns) of every shard: a resumed job must find the same."""
+    """(length, modification time in ns) of shards, index and side files: a resumed job must find the same."""
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def load_json(path: Path, code: str) -> dict[str, Any]:
     """A JSON object from a file; `DataError` naming the file if it is something else."""
     try:
         value = json.loads(path.read_bytes())
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair, escaped, is JSON but no text
     except (ValueError, RecursionError) as error:
         raise DataError(f"JSON expected: {error}", code=code, file=path, remedy="download the file again") from None
     if not isinstance(value, dict):
@@ -93,9 +96,18 @@ def _find_index(root: Path) -> Path | None:
     return others[0] if others else None
 
 
+def _is_text(name: str) -> bool:
+    """Whether a file's name can stand in a manifest: UTF-8 without control characters."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return all(ord(c) >= 32 for c in name)
+
+
 def _require_file(root: Path, name: str, why: str) -> Path:
     path = root / name
-    if not name or Path(name).name != name:
+    if not name or Path(name).name != name or not _is_text(name):
         raise DataError(f"a plain file name expected, found {name!r}", code="E0406", file=root, remedy="fix the index")
     if not path.is_file():
         state = "its link points nowhere" if path.is_symlink() else "there is no such file"
@@ -136,6 +148,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     index = _find_index(root)
     weight_map: dict[str, str] = {}
     if index is not None:
+        _require_file(root, index.name, "expected to hold the index")
         listed = load_json(index, "E0407").get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()) or not listed:
             raise DataError(
@@ -183,6 +196,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 remedy="download the shard and the index again: they do not belong together",
             )
     side = list(_side_files(root, set(shards), index, warnings))
+    copied = [f.name for f in side if f.rule in (None, CODE)]
+    for name in copied if index is None else [index.name, *copied]:
+        status = (root / name).stat()
+        stamps[name] = (status.st_size, status.st_mtime_ns)
     return Checkpoint(root, config, tensors, tuple(shards), tuple(side), hasher.digest().hex(), tuple(warnings), stamps)
 
 
@@ -229,6 +246,11 @@ def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list
         name = path.name
         if name in shards or name == CONFIG or (index is not None and name == index.name):
             continue
+        if not _is_text(name):
+            name = ascii(os.fsencode(name).decode("utf-8", "backslashreplace"))
+            warnings.append(f"{name}: its name is not UTF-8 or has control characters; not copied")
+            yield SideFile(name, 0, "a name no manifest can hold")
+            continue
         if path.is_dir():
             yield SideFile(name, 0, "a subfolder")
             continue
@@ -245,7 +267,7 @@ def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list
         elif name.startswith("."):
             yield SideFile(name, size, "a hidden file")
         elif name.endswith(".py"):
-            yield SideFile(name, size, "code (copied only with --include-code)")
+            yield SideFile(name, size, CODE)
         elif size > SIDE_FILE_LIMIT:
             yield SideFile(name, size, f"larger than {SIDE_FILE_LIMIT >> 20} MiB")
         else:

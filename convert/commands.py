@@ -15,6 +15,7 @@ import typer
 from pagestone.convert import report
 from pagestone.convert.plan import Plan
 from pagestone.convert.prepare import plan_for, prepare
+from pagestone.convert.publish import publication_pending
 from pagestone.formats import codecs
 from pagestone.formats.errors import Interrupted, RequestError
 
@@ -29,7 +30,7 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, colon, end = text.partition(":")
-    if colon and (first.isdigit() or not first) and (end.isdigit() or not end):
+    if colon and all(not word or (word.isascii() and word.isdigit() and len(word) < 7) for word in (first, end)):
         span = (int(first or 0), int(end or 10**6))
         if span[0] < span[1]:
             return span
@@ -70,7 +71,7 @@ def _command(name: str) -> Callable[..., None]:
 
         plan: Plan | None = None
         total = None
-        if checkpoint.is_dir():
+        if checkpoint.is_dir() and not publication_pending(output):
             plan = plan_for(checkpoint, output, codec, layers=span, include_code=include_code)
             total = plan.bytes_in
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"prepare-{name}", file=sys.stderr,

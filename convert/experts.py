@@ -17,7 +17,7 @@ from pagestone.formats.layout import PARTS, ExpertShape
 
 Failure = Callable[[str, str, SourceTensor | None, str], DataError]
 """Makes an error of this layer from message, code, tensor (or None for the layer itself) and remedy."""
-ID = r"(0|[1-9]\d*)"
+ID = r"(0|[1-9][0-9]{0,8})"
 
 
 @dataclass(frozen=True, slots=True)

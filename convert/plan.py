@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert import families
-from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SideFile, SourceTensor
+from pagestone.convert.checkpoint import CODE, CONFIG, INDEX, Checkpoint, SideFile, SourceTensor
 from pagestone.convert.experts import LayerSource, find_layers
 from pagestone.convert.family import Family
 from pagestone.formats.codecs import Codec, ConfigFacts
@@ -129,7 +129,8 @@ class Plan:
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that orders numbers inside names by value, so that layer 10 comes after layer 2."""
-    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name) if p)
+    words = re.split(r"([0-9]{1,18})", name)
+    return tuple((1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w)
 
 
 def make_plan(
@@ -143,7 +144,10 @@ def make_plan(
     """
     family = _family(checkpoint)
     found, warnings = find_layers(checkpoint, family)
-    kept = found if layers is None else _select(found, layers, checkpoint)
+    kept = found
+    if layers is not None:
+        kept = _select(found, layers, checkpoint)
+        layers = (layers[0], min(layers[1], 1 + max(s.layer for s in found if s.block == "layers")))
     width = len(str(max(s.layer for s in found)))
     targets = tuple(_layer_target(checkpoint, codec, source, width) for source in kept)
     by_tensor = {t.name: layer_file_name(s.block, s.layer, width) for s in found for t in s.tensors}
@@ -163,8 +167,7 @@ def make_plan(
         else:
             dispositions.append(Disposition(tensor, EXCLUDED, "--layers: experts of a layer not asked for", None))
     side = tuple(
-        SideFile(f.name, f.nbytes, None) if include_code and f.rule and f.name.endswith(".py") else f
-        for f in checkpoint.side_files
+        SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
     )
     for shard in [*checkpoint.shards, *(f.name for f in side)]:
         if OUR_NAMES.fullmatch(shard):

@@ -13,6 +13,7 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.pipeline import Progress, convert
 from pagestone.convert.plan import Plan, check_paths, make_plan
 from pagestone.convert.publish import (
+    JOURNAL,
     PARTIAL,
     FinishedFile,
     WorkDirectory,
@@ -25,7 +26,7 @@ from pagestone.convert.publish import (
 )
 from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher
-from pagestone.formats.errors import MachineError, PagestoneError, RequestError
+from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
 from pagestone.formats.layout import PARTS, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, FileDigest, LayerEntry, Manifest, write_experts
@@ -80,7 +81,12 @@ def prepare(
         if completed is not None and not source.exists():
             return Outcome("finished publishing", completed, ())
         raise
-    old = published(output)
+    try:
+        old = published(output)
+    except DataError:
+        if not force:
+            raise
+        old = None  # a damaged manifest: whatever it named is overwritten, the rest is left
     if old is not None and not force:
         differing = _differences(old, plan)
         if differing:
@@ -90,20 +96,22 @@ def prepare(
                 file=output,
                 remedy="give another --output, or --force to replace it once the new one is complete",
             )
+        _require_whole(old, output)
         if (output / PARTIAL).exists():
             with machine_errors(output, "removing the remains of an interrupted run"), open_work(output) as work:
                 shutil.rmtree(work.path)
         return Outcome("finished publishing" if completed else "already there", old, plan.warnings)
     check_output(output, {*plan.files, EXPERTS, MANIFEST})
-    existed = output.exists()
+    missing = [p for p in (output, *output.parents) if not p.exists()]
     with open_work(output) as work:
+        fresh = not work.file(JOURNAL).exists()
         try:
             with machine_errors(output, "starting the conversion"):
                 work.begin(identity(plan, include_code), force=force)
             preflight(plan, work)
         except PagestoneError:
-            if not work.finished:
-                _withdraw(work, existed)
+            if fresh:
+                _withdraw(work, missing)
             raise
         warnings = convert(plan, work, workers, progress)
         with machine_errors(output, "publishing the container"):
@@ -143,7 +151,23 @@ def _differences(old: Manifest, plan: Plan) -> list[str]:
         "source": (old.source.get("fingerprint"), plan.checkpoint.fingerprint),
         "--layers": (old.partial, plan.partial),
     }
-    return [name for name, (have, want) in pairs.items() if have != want]
+    differing = [name for name, (have, want) in pairs.items() if have != want]
+    if not differing:
+        have = {name: f.nbytes for name, f in old.files.items() if name != EXPERTS}
+        differing = [f"file {name}" for name, size in sorted(have.items() ^ plan.files.items())][:1]
+    return differing
+
+
+def _require_whole(old: Manifest, output: Path) -> None:
+    for name, known in old.files.items():
+        file = output / name
+        if not file.is_file() or file.stat().st_size != known.nbytes:
+            raise DataError(
+                f"a container is here already, but this file of it, {known.nbytes} bytes, is gone or was cut",
+                code="E0809",
+                file=file,
+                remedy="restore the file, or use --force to convert again",
+            )
 
 
 def preflight(plan: Plan, work: WorkDirectory) -> None:
@@ -160,12 +184,12 @@ def preflight(plan: Plan, work: WorkDirectory) -> None:
         )
 
 
-def _withdraw(work: WorkDirectory, existed: bool) -> None:
-    """Leave nothing behind if no work was done."""
+def _withdraw(work: WorkDirectory, made: list[Path]) -> None:
+    """Leave nothing behind if no work was done; `made` are the directories that were not there before."""
     shutil.rmtree(work.path, ignore_errors=True)
-    if not existed:
+    for directory in made:
         try:
-            work.output.rmdir()
+            directory.rmdir()
         except OSError:
             return  # somebody else put something there meanwhile
 

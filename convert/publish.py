@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +24,8 @@ from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import MANIFEST, Manifest, read_manifest
 
 PARTIAL = ".pagestone-partial"
-LOCK, JOURNAL = "lock", "journal.jsonl"
+LOCK, JOURNAL, STALE = ".lock", ".journal.jsonl", ".stale.json"
+"""Our own files in the work directory: hidden, as no file of a container is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def sync_directory(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all, and make it durable."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as handle:
         handle.write(data)
         handle.flush()
@@ -100,6 +102,7 @@ class WorkDirectory:
         self._lock = lock
         self.finished: dict[str, FinishedFile] = {}
         self._journal: int | None = None
+        self._writing = threading.Lock()
 
     def __enter__(self) -> WorkDirectory:
         return self
@@ -121,7 +124,7 @@ class WorkDirectory:
 
         Raises `RequestError` naming what differs if the journal belongs to another job; `force` discards that job.
         """
-        known, lines = self._read_journal()
+        known, entries = self._read_journal()
         wanted = json.loads(json.dumps(identity))
         if known is not None and known != wanted:
             if not force:
@@ -134,23 +137,18 @@ class WorkDirectory:
                 )
             known = None
         if known is None:
-            self._discard()
+            self._discard({LOCK})
             write_durably(self.file(JOURNAL), json.dumps(wanted).encode() + b"\n")
         self._journal = os.open(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
         if known is not None:
-            for line in lines:
-                entry = FinishedFile(
-                    line["name"],
-                    line["nbytes"],
-                    line["xxh3"],
-                    tuple(line["records"]),
-                    tuple(tuple(s) for s in line["stats"]),
-                )
+            for entry in entries:
                 path = self.file(entry.name)
                 if path.is_file() and path.stat().st_size == entry.nbytes:
                     self.finished[entry.name] = entry
+            # what was half done is done again, and must not take the space for it meanwhile
+            self._discard({LOCK, JOURNAL, *self.finished})
 
-    def _read_journal(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    def _read_journal(self) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         try:
             raw = self.file(JOURNAL).read_bytes()
         except FileNotFoundError:
@@ -158,8 +156,18 @@ class WorkDirectory:
         # a crash may cut the last line short: whatever is not a whole line was not recorded
         whole = raw[: raw.rfind(b"\n") + 1].splitlines()
         try:
-            lines = [json.loads(line) for line in whole]
-        except ValueError:
+            lines = [dict(json.loads(line)) for line in whole]
+            entries = [
+                FinishedFile(
+                    line["name"],
+                    line["nbytes"],
+                    line["xxh3"],
+                    tuple(line["records"]),
+                    tuple(tuple(s) for s in line["stats"]),
+                )
+                for line in lines[1:]
+            ]
+        except (ValueError, KeyError, TypeError):
             raise DataError(
                 "a journal of JSON lines expected",
                 code="E0804",
@@ -168,22 +176,24 @@ class WorkDirectory:
             ) from None
         if raw and raw[-1:] != b"\n":
             os.truncate(self.file(JOURNAL), raw.rfind(b"\n") + 1)
-        return (lines[0], lines[1:]) if lines else (None, [])
+        return (lines[0] if lines else None), entries
 
-    def _discard(self) -> None:
+    def _discard(self, keep: set[str]) -> None:
         for entry in self.path.iterdir():
-            if entry.name != LOCK:
+            if entry.name not in keep:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def record(self, finished: FinishedFile) -> None:
         """Note that a file is complete; it must be durable already. Safe to call from any worker."""
         assert self._journal is not None
         line = json.dumps(asdict(finished)).encode() + b"\n"
-        # one write on an O_APPEND descriptor: lines of two workers cannot mix
-        if os.write(self._journal, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.file(JOURNAL)))
-        os.fsync(self._journal)
-        self.finished[finished.name] = finished
+        with self._writing:
+            end = os.fstat(self._journal).st_size
+            if os.write(self._journal, line) != len(line):
+                os.ftruncate(self._journal, end)  # the next line must not continue this one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.file(JOURNAL)))
+            os.fsync(self._journal)
+            self.finished[finished.name] = finished
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -192,18 +202,14 @@ class WorkDirectory:
 
         Everything listed in the manifest must be durable in the work directory.
         """
-        write_durably(self.file("stale.json"), json.dumps(sorted(stale)).encode())
+        write_durably(self.file(STALE), json.dumps(sorted(stale)).encode())
         write_durably(self.file(MANIFEST), manifest)
         self.finish_publication()
-
-    def pending(self) -> bool:
-        """Whether a publication was decided but not carried out to its end."""
-        return self.file(MANIFEST).is_file()
 
     def finish_publication(self) -> Manifest:
         """Move the files into place, the manifest last; may be repeated after a crash, and needs no source."""
         manifest = read_manifest(self.file(MANIFEST))
-        stale: list[str] = json.loads(self.file("stale.json").read_bytes())
+        stale: list[str] = json.loads(self.file(STALE).read_bytes())
         (self.output / MANIFEST).unlink(missing_ok=True)
         sync_directory(self.output)
         for name, known in manifest.files.items():
@@ -247,6 +253,14 @@ def open_work(output: Path) -> WorkDirectory:
     except OSError as error:
         os.close(lock)
         raise machine_error(error, path, "locking the work directory") from error
+    try:
+        ours = os.path.samestat(os.fstat(lock), (path / LOCK).stat())
+    except FileNotFoundError:
+        ours = False
+    if not ours:  # whoever held it published, and removed it, between our opening and locking it
+        os.close(lock)
+        raise RequestError("another conversion ended in this directory just now", code="E0802", file=output,
+                           remedy="run the same command again") from None  # fmt: skip
     return WorkDirectory(output, lock)
 
 
@@ -255,9 +269,14 @@ def published(output: Path) -> Manifest | None:
     return read_manifest(output / MANIFEST) if (output / MANIFEST).is_file() else None
 
 
+def publication_pending(output: Path) -> bool:
+    """Whether a publication was decided but not carried out to its end."""
+    return (output / PARTIAL / MANIFEST).is_file()
+
+
 def finish_interrupted(output: Path) -> Manifest | None:
     """Carry out a publication that a crash cut short; None if there is none to finish."""
-    if not (output / PARTIAL / MANIFEST).is_file():
+    if not publication_pending(output):
         return None
     with open_work(output) as work, machine_errors(output, "publishing the container"):
         return work.finish_publication()

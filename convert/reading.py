@@ -40,12 +40,12 @@ class SourceFiles:
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """Fill `target` from `offset` of a shard; `DataError` if the file ends too early."""
-        with self._lock:
-            handle = self._open.get(file)
-            if handle is None:
-                handle = self._open[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
         done = 0
         with machine_errors(self._root / file, "reading the source"):
+            with self._lock:
+                handle = self._open.get(file)
+                if handle is None:
+                    handle = self._open[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
             while done < len(target):
                 got = os.preadv(handle, [target[done:]], offset + done)
                 if got == 0:
@@ -67,9 +67,14 @@ class ExpertReader:
 
     @staticmethod
     def needed(source: LayerSource) -> int:
-        """Bytes of buffer that one expert of this layer takes."""
-        ranges = {(m.tensor.file, m.offset): m.nbytes for m in (source.matrix(0, p) for p in PARTS)}
-        return sum(align_up(n, ALIGNMENT) for n in ranges.values())
+        """Bytes of buffer that the largest expert of this layer takes; element types may differ between experts."""
+
+        def of(expert: int) -> int:
+            ranges = {(m.tensor.file, m.offset): m.nbytes for m in (source.matrix(expert, p) for p in PARTS)}
+            return sum(align_up(n, ALIGNMENT) for n in ranges.values())
+
+        # experts of a fused tensor are alike
+        return of(0) if source.gate_up is not None else max(map(of, range(source.count)))
 
     def read(self, source: LayerSource, expert: int) -> tuple[dict[str, tuple[Array, MatrixSource]], int]:
         """(array [R, C] and its origin by part, bytes read). The arrays are valid until the next call.
