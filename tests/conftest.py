@@ -1,0 +1,61 @@
+"""Fixtures of all tests, and the rule for optional libraries."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # for `from kits.checkpoints import ...`
+
+ROOT = HERE.parent
+TINY = HERE / "data" / "tiny-moe"
+SCRIPTS = ROOT / "scripts"
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The trained model in tests/data."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[str], ModuleType]:
+    """`oracle("torch")`: an optional library. Without it the test is skipped, or fails with PAGESTONE_ORACLES=1."""
+
+    def load(name: str) -> ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            if os.environ.get("PAGESTONE_ORACLES"):
+                pytest.fail(f"PAGESTONE_ORACLES is set and {name} cannot be imported: {error}")
+            pytest.skip(f"{name} is not installed")
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def true_shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two layers at the shapes of Qwen3.6-35B-A3B with eight experts each (PAGESTONE_SLOW=1: all 256)."""
+    root = tmp_path_factory.mktemp("true-shape") / "source"
+    experts = "256" if os.environ.get("PAGESTONE_SLOW") else "8"
+    script = SCRIPTS / "make_true_shape.py"
+    command = [sys.executable, str(script), str(root), "--layers", "2", "--experts", experts, "--vocab", "256"]
+    subprocess.run([*command, "--outliers"], check=True, capture_output=True)
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def big_path(tmp_path: Path) -> Iterator[Path]:
+    """Like `tmp_path`, but emptied after the test: for files of hundreds of megabytes."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,143 @@
+"""manifest.json and experts.parquet: what is written reads back, what was altered is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagestone.formats.digests import canonical_json, digest
+from pagestone.formats.errors import DataError
+from pagestone.formats.manifest import (
+    COLUMNS,
+    FileDigest,
+    LayerEntry,
+    Manifest,
+    read_experts,
+    read_manifest,
+    write_experts,
+)
+
+LAYER = LayerEntry("layers-00.safetensors", "layers", 0, 4, "layers-00.rowsum.safetensors")
+MTP = LayerEntry("mtp-00.safetensors", "mtp", 0, 4, None)
+FILES = {
+    "config.json": FileDigest(2, digest(b"{}")),
+    "layers-00.safetensors": FileDigest(1 << 33, digest(b"1")),
+    "layers-00.rowsum.safetensors": FileDigest(5, digest(b"2"), bytes(32)),
+    "mtp-00.safetensors": FileDigest(6, digest(b"3")),
+    "experts.parquet": FileDigest(7, digest(b"4")),
+}
+
+
+def made(**changes) -> Manifest:
+    given = {
+        "codec": "int8", "parameters": {}, "lossless": False, "partial": None, "source": {"family": "é"},
+        "layers": (LAYER, MTP), "files": FILES,
+    } | changes  # fmt: skip
+    return Manifest(**given)
+
+
+def refusal(path) -> DataError:
+    with pytest.raises(DataError) as caught:
+        read_manifest(path)
+    assert caught.value.file == str(path) and caught.value.remedy
+    return caught.value
+
+
+def resealed(table: dict) -> bytes:
+    """The bytes of a manifest whose own digest is right again after a change."""
+    table = {k: v for k, v in table.items() if k != "digest"}
+    return canonical_json(table | {"digest": digest(canonical_json(table)).hex()})
+
+
+@pytest.mark.parametrize("partial", [None, (0, 2)])
+def test_round_trip(tmp_path, partial):
+    """A manifest reads back equal, and is canonical JSON."""
+    manifest = made(partial=partial)
+    raw = manifest.to_bytes()
+    (tmp_path / "manifest.json").write_bytes(raw)
+    assert read_manifest(tmp_path / "manifest.json") == manifest
+    assert raw == canonical_json(json.loads(raw))
+    assert json.loads(raw)["container_id"] == manifest.container_id
+
+
+def test_order_of_files_does_not_matter():
+    """Files finished in any order give the same bytes."""
+    assert made().to_bytes() == made(files=dict(reversed(FILES.items()))).to_bytes()
+
+
+def test_id_covers_contents_only():
+    """experts.parquet, the source's facts and --layers are no part of the id; every other file is."""
+    same = made().container_id
+    assert made(files=FILES | {"experts.parquet": FileDigest(9, digest(b"x"))}).container_id == same
+    assert made(source={}, partial=(0, 1)).container_id == same
+    for name in ("config.json", "layers-00.safetensors", "layers-00.rowsum.safetensors"):
+        assert made(files=FILES | {name: FileDigest(1, digest(b"x"))}).container_id != same
+
+
+@pytest.mark.parametrize("place", [0, 10, 100, 300, -2])
+def test_one_changed_byte(tmp_path, place):
+    """Whatever byte of a manifest changes, it is refused."""
+    raw = bytearray(made().to_bytes())
+    raw[place] ^= 1
+    (tmp_path / "manifest.json").write_bytes(raw)
+    assert refusal(tmp_path / "manifest.json").code in ("E0301", "E0302", "E0303", "E0304")
+
+
+ALTERED = {
+    "another version": (("pagestone", {"spec_version": "2"}), "E0302"),
+    "a version that is a number": (("pagestone", {"spec_version": 1}), "E0302"),
+    "another id": (("container_id", "0" * 32), "E0305"),
+    "no codec": (("codec", None), "E0304"),
+    "files that are a list": (("files", []), "E0304"),
+    "a name with a path": (("files", {"../x": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
+    "a name of the directory above": (("files", {"..": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
+    "an empty name": (("files", {"": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
+    "a digest that is no hexadecimal": (("files", {"x": {"bytes": 1, "xxh3_128": "x"}}), "E0304"),
+    "a layer with an unknown field": (("layers", [{"file": "x"}]), "E0304"),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_altered_and_resealed(tmp_path, case):
+    """A manifest that contradicts itself or is not understood is refused even if its own digest is right."""
+    (key, value), code = ALTERED[case]
+    (tmp_path / "manifest.json").write_bytes(resealed(json.loads(made().to_bytes()) | {key: value}))
+    assert refusal(tmp_path / "manifest.json").code == code
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"pagestone": 3}', b"[" * 100_000])
+def test_no_manifest(tmp_path, raw):
+    """Another file of that name is called what it is not."""
+    (tmp_path / "manifest.json").write_bytes(raw)
+    assert refusal(tmp_path / "manifest.json").code == "E0301"
+
+
+def columns() -> dict[str, list]:
+    kinds = {"string": ["a", "é"], "int32": [1, 2], "int64": [1 << 40, 0], "float64": [0.1, 1e-300]}
+    return {name: list(kinds[kind]) for name, kind in COLUMNS} | {"scales_offset": [None, 3]}
+
+
+def test_experts_round_trip(tmp_path):
+    """Every column reads back exactly, nulls and doubles included."""
+    write_experts(tmp_path / "experts.parquet", columns())
+    assert read_experts(tmp_path / "experts.parquet") == columns()
+
+
+def test_experts_damaged(tmp_path):
+    """A cut or foreign file is refused by name."""
+    path = tmp_path / "experts.parquet"
+    write_experts(path, columns())
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="E0311"):
+        read_experts(path)
+
+
+def test_experts_lacking_a_column(tmp_path):
+    """A table without one of the columns is refused naming it."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "experts.parquet"
+    write_experts(path, columns())
+    pq.write_table(pq.read_table(path).drop_columns(["codes_offset"]), path)
+    with pytest.raises(DataError, match="codes_offset"):
+        read_experts(path)

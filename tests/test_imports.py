@@ -1,0 +1,119 @@
+"""The arrows between the rooms, and what is never imported."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kits.checkpoints import T_BLOCK
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("formats", "convert", "reader", "validate")
+ALLOWED = {
+    "formats": {"formats"},
+    "convert": {"convert", "formats"},
+    "reader": {"reader", "formats"},
+    "validate": {"validate", "convert", "reader", "formats"},
+}
+HEAVY = ("torch", "transformers", "tokenizers", "huggingface_hub", "compressed_tensors", "mlx", "ml_dtypes")
+
+
+def imports(file: Path) -> Iterator[tuple[str, int, bool]]:
+    """(full dotted name, line, whether at module level) of everything a file imports."""
+    tree = ast.parse(file.read_text(), str(file))
+    inside = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+    }  # fmt: skip
+    guarded = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        outer = id(node) not in inside and id(node) not in guarded
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, outer
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import; there is one spelling"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, outer
+
+
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows(room):
+    """formats knows nobody; convert and reader know formats and not each other; validate may know all."""
+    assert sources(room)
+    for file in sources(room):
+        for name, line, _ in imports(file):
+            words = name.split(".")
+            assert words[0] not in ROOMS, f"{file}:{line}: {name} is imported as pagestone.{words[0]}"
+            if words[0] == "pagestone":
+                assert len(words) > 1 and words[1] in (*ALLOWED[room], "__version__"), f"{file}:{line}: {name}"
+
+
+def test_only_native_knows_the_kernels():
+    """`_kernels` is named in formats/native.py and nowhere else in Python."""
+    named = [f for room in ROOMS for f in sources(room) if "formats._kernels" in f.read_text()]
+    assert named == [ROOT / "formats" / "native.py"]
+
+
+def test_plain_reader_knows_nobody():
+    """The second reader imports nothing of ours, so that it can only agree by the specification."""
+    file = ROOT / "validate" / "plain_reader.py"
+    assert not [name for name, _, _ in imports(file) if name.split(".")[0] == "pagestone"]
+
+
+def test_optional_libraries_are_imported_late():
+    """torch and its like are imported inside functions only, so that nobody pays who does not use them."""
+    for room in ("formats", "convert", "validate"):
+        for file in sources(room):
+            early = [(n, line) for n, line, outer in imports(file) if outer and n.split(".")[0] in HEAVY]
+            assert not early, f"{file}: {early}"
+
+
+PROGRAM = """
+import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {heavy!r}:
+            sys.stderr.write("IMPORTED " + name + chr(10))
+            raise ImportError(name)
+sys.meta_path.insert(0, Watch())
+import json
+import pagestone
+from pagestone.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as error:
+        assert not error.code, (words, error.code)
+"""
+
+
+def test_commands_need_no_torch(tmp_path):
+    """`import pagestone`, --help, prepare-*, inspect and verify work, and try to import none of the heavy libraries."""
+    T_BLOCK.write(tmp_path / "s")
+    out = tmp_path / "o"
+    commands = [
+        ["--help"], ["prepare-int8", "--help"],
+        ["prepare-int8", tmp_path / "s", "-o", out, "--dry-run"], ["prepare-int8", tmp_path / "s", "-o", out],
+        ["prepare-fp8", tmp_path / "s", "-o", tmp_path / "p"],
+        ["inspect", out], ["verify", out], ["verify", out, "--source", tmp_path / "s"],
+    ]  # fmt: skip
+    words = json.dumps([[os.fspath(w) for w in c] for c in commands])
+    command = [sys.executable, "-c", PROGRAM.replace("{heavy!r}", repr(HEAVY)), words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "IMPORTED" not in result.stderr, result.stderr
+    assert result.stdout.count("container id") == 3
