@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,10 @@ def assemble(plan: Plan, work: WorkDirectory) -> Manifest:
     )
 
 
-def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> dict[str, list[Any]]:
-    """The columns of experts.parquet: one row for every matrix, in order of file, expert and part."""
-    columns: dict[str, list[Any]] = {name: [] for name, _ in COLUMNS}
+def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:
+    """The columns of experts.parquet, a layer at a time: one row for every matrix, in order of expert and part."""
     for target in plan.layers:
+        columns: dict[str, list[Any]] = {name: [] for name, _ in COLUMNS}
         file, layout, done = target.file, target.file.layout(), finished[target.name]
         names = (e[0] for e in layer_entries(layout.record, file.count, file.prefix, file.part_names))
         by_slot = {}
@@ -245,4 +245,4 @@ def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> dict[str
                 }  # fmt: skip
                 for name, value in row.items():
                     columns[name].append(value)
-    return columns
+        yield columns

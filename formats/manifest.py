@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,14 +231,23 @@ COLUMNS = (
 """Columns of experts.parquet: a row a matrix. Offsets are absolute in `file`, in bytes; scales null if none."""
 
 
-def write_experts(path: str | os.PathLike[str], columns: Mapping[str, Sequence[Any]]) -> None:
-    """Write experts.parquet from equally long columns (see `COLUMNS`)."""
+def write_experts(path: str | os.PathLike[str], groups: Iterable[Mapping[str, Sequence[Any]]]) -> None:
+    """Write experts.parquet; every item of `groups` (equally long columns, see `COLUMNS`) becomes a row group.
+
+    A group a layer keeps memory apart from the number of layers.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in COLUMNS])
-    table = pa.table({name: pa.array(columns[name], schema.field(name).type) for name, _ in COLUMNS}, schema=schema)
-    pq.write_table(table, os.fspath(path), compression="zstd", version="2.6", store_schema=False)
+    # open files, not paths: pyarrow would take a name with a colon for a URI
+    with (
+        Path(path).open("wb") as file,
+        pq.ParquetWriter(file, schema, compression="zstd", version="2.6", store_schema=False) as writer,
+    ):
+        for columns in groups:
+            arrays = [pa.array(columns[name], schema.field(name).type) for name, _ in COLUMNS]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
 def read_experts(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
@@ -248,7 +257,8 @@ def read_experts(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
     remedy = "restore experts.parquet, or convert again"
     try:
-        table = pq.read_table(os.fspath(path))
+        with Path(path).open("rb") as file:
+            table = pq.read_table(file)
         columns = dict(table.to_pydict())
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: column names that are no UTF-8
         raise DataError(f"a Parquet file expected: {error}", code="E0311", file=path, remedy=remedy) from None

@@ -35,7 +35,8 @@ PIECE = tuple[Path, int, int]
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((x.split(":")[1].strip() for x in lines if "model name" in x), "?")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
             "python": platform.python_version()}  # fmt: skip

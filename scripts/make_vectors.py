@@ -186,7 +186,7 @@ def with_f32_scales(root: Path) -> None:
         columns["scales_offset"][row] = layout.record_offset(0) + slot.offset
         columns["scales_bytes"][row] = slot.nbytes
         columns["squared_error"][row] = columns["squared_norm"][row] = 0.0
-    write_experts(root / EXPERTS, columns)
+    write_experts(root / EXPERTS, [columns])
     edit_manifest(root, lambda t: t.update(codec={"name": "fp8", "parameters": file.codec.parameters}, lossless=True))
 
 
@@ -216,7 +216,7 @@ def seal(root: Path, committed: Path | None = None) -> None:
     parts = {name: records_of(root / name, strides[name]) for name in layer_files & strides.keys()}
     for row, (file, expert) in enumerate(zip(columns["file"], columns["expert"], strict=True)):
         columns["record_xxh3_128"][row] = digest(parts[file][1][expert]).hex()
-    write_experts(root / EXPERTS, columns)
+    write_experts(root / EXPERTS, [columns])
     kept = None if committed is None else committed / EXPERTS
     if kept is not None and kept.is_file() and read_experts(kept) == read_experts(root / EXPERTS):
         shutil.copyfile(kept, root / EXPERTS)
@@ -436,7 +436,7 @@ def columns(edit: Callable[[dict[str, list[Any]]], object]) -> Callable[[Path], 
     def change(root: Path) -> None:
         table = read_experts(root / EXPERTS)
         edit(table)
-        write_experts(root / EXPERTS, table)
+        write_experts(root / EXPERTS, [table])
 
     return change
 

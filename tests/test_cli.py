@@ -166,3 +166,18 @@ def test_runs_as_module_and_as_script(made):
         pytest.skip("not installed as a script here")
     result = subprocess.run([script, "inspect", made[1]], capture_output=True, text=True, check=True)
     assert result.stdout == done("inspect", made[1])
+
+
+def test_ctrl_c_in_verify_is_130(tmp_path):
+    """Ctrl-C ends any command with code 130 and without a traceback."""
+    done("prepare-int8", TINY, "-o", tmp_path / "c")
+    code = (
+        "import os, signal, sys\n"
+        "from pagestone.validate import verify\n"
+        "verify.read_manifest = lambda path: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.argv = ['pagestone', 'verify', {str(tmp_path / 'c')!r}]\n"
+        "from pagestone.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 130 and "Traceback" not in result.stderr, result.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -16,6 +17,9 @@ from pagestone.convert import commands as convert_commands
 from pagestone.formats.errors import PagestoneError
 from pagestone.reader import commands as reader_commands
 from pagestone.validate import commands as validate_commands
+
+UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What the command line library raises for words it does not understand; its home differs between versions."""
 
 app = typer.Typer(
     help="Mixture-of-Experts checkpoints as page-aligned containers whose experts are used straight from disk.",
@@ -45,7 +49,13 @@ validate_commands.register(app)
 def main() -> None:
     """Run the command line and exit with its code; an error is one message, never a traceback."""
     try:
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except typer.Abort:  # what Ctrl-C becomes on its way through the command line library
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except PagestoneError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

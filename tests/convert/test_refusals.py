@@ -304,6 +304,14 @@ def test_request_is_refused(tmp_path, case):
     assert not (tmp_path / "o").exists()
 
 
+def test_a_path_is_no_uri(tmp_path):
+    """A relative output that looks like a URI to some library is a directory like any other."""
+    T_BLOCK.write(tmp_path / "s")
+    for name in ("gs:out", "s3:x", "file:y"):
+        assert pagestone("prepare-fp8", "s", "-o", name, cwd=tmp_path).returncode == 0
+        assert pagestone("verify", name, "--source", "s", cwd=tmp_path).returncode == 0
+
+
 def test_any_path(tmp_path):
     """Spaces, %, #, CJK, accents, quotes and dashes in paths of source and output change nothing."""
     name = "with space 100%25 a#b?c 中文 café 'quoted\" -x"

@@ -120,14 +120,14 @@ def columns() -> dict[str, list]:
 
 def test_experts_round_trip(tmp_path):
     """Every column reads back exactly, nulls and doubles included."""
-    write_experts(tmp_path / "experts.parquet", columns())
+    write_experts(tmp_path / "experts.parquet", [columns()])
     assert read_experts(tmp_path / "experts.parquet") == columns()
 
 
 def test_experts_damaged(tmp_path):
     """A cut or foreign file is refused by name."""
     path = tmp_path / "experts.parquet"
-    write_experts(path, columns())
+    write_experts(path, [columns()])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="E0311"):
         read_experts(path)
@@ -137,7 +137,7 @@ def test_experts_lacking_a_column(tmp_path):
     """A table without one of the columns is refused naming it."""
     pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "experts.parquet"
-    write_experts(path, columns())
+    write_experts(path, [columns()])
     pq.write_table(pq.read_table(path).drop_columns(["codes_offset"]), path)
     with pytest.raises(DataError, match="codes_offset"):
         read_experts(path)
