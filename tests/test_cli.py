@@ -170,7 +170,7 @@ def test_runs_as_module_and_as_script(made):
 
 def test_ctrl_c_in_verify_is_130(tmp_path):
     """Ctrl-C ends any command with code 130 and without a traceback."""
-    done("prepare-int8", TINY, "-o", tmp_path / "c")
+    done("prepare-int8", T_BLOCK.write(tmp_path / "s"), "-o", tmp_path / "c")
     code = (
         "import os, signal, sys\n"
         "from pagestone.validate import verify\n"
