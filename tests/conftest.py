@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # for `from kits.checkpoints import ...`
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # started in the background of a shell: children would inherit deafness to the Ctrl-C that some tests send
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = HERE.parent
 TINY = HERE / "data" / "tiny-moe"
