@@ -35,6 +35,18 @@ FLOATS = ("BF16", "F16", "F32")
 """Plain float types an encoder takes as they are."""
 
 
+def _e4m3_values() -> F32:
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    magnitude[(code & 0x7F) == 0x7F] = np.nan
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+"""The value of every E4M3FN code: float32 [256]; 0x7F and 0xFF are NaN."""
+
+
 def item_size(dtype: str) -> int:
     """Bytes of one element; only for types of whole bytes."""
     bits = ITEM_BITS[dtype]

@@ -66,11 +66,11 @@ class LayoutError(RequestError):
 
 
 class NonFiniteError(Exception):
-    """Raised by encoders: the matrix holds NaN or Inf (or a value its target type cannot hold).
+    """Raised by encoders: the matrix holds NaN or Inf (or a value its target type cannot hold); by products, a token.
 
-    Encoders know no file and no name; whoever called one turns this into a `DataError` that does.
+    They know no file and no name; whoever called one turns this into a `DataError` that does. `rows` is what a row is.
     """
 
-    def __init__(self, count: int, row: int, column: int, value: str) -> None:
+    def __init__(self, count: int, row: int, column: int, value: str, *, rows: str = "row") -> None:
         self.count, self.row, self.column, self.value = count, row, column, value
-        super().__init__(f"{count} non-finite value(s), first {value} at row {row}, column {column}")
+        super().__init__(f"{count} non-finite value(s), first {value} at {rows} {row}, column {column}")

@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from pagestone.formats import native
+import numpy as np
+
+from pagestone.formats import native, products
 from pagestone.formats.dtypes import F32, VIEWS, Array, to_f32
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PART_NAMES, MatrixTensor
+from pagestone.formats.quantised import Form, Quantised
+from pagestone.formats.stats import sum_of_squares
 
 Stored = Mapping[str, Array]
 """The stored arrays of one matrix by role ("codes", "scales", "biases", "row_sums"), bits as in `VIEWS`."""
@@ -35,8 +39,8 @@ class ConfigFacts:
     """What a codec may need to write a truthful `quantization_config`.
 
     `dense_modules`: full names of every module that keeps a plain weight (so no loader may convert it);
-    `shapes`: (rows, columns) of every kind of expert matrix in the container; `part_names`: what the matrices
-    of an expert are called in its tensors' names.
+    `shapes`: (rows, columns) of every kind of matrix whose codes it describes: experts, and dense ones kept in FP8;
+    `part_names`: what the matrices of an expert are called in its tensors' names.
     """
 
     dense_modules: tuple[str, ...]
@@ -44,18 +48,35 @@ class ConfigFacts:
     part_names: tuple[str, str, str] = PART_NAMES
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A parameter that users may choose: the field `name` of a codec, `--name` on the command line, default first."""
+
+    name: str
+    choices: tuple[int, ...]
+    help: str
+
+
 class Codec(ABC):
     """One way to store a matrix [R, C]. Instances are frozen dataclasses whose fields are the parameters.
 
-    `encode_definition` is the definition in plain NumPy; `encode` calls the native kernel `encoder` if it is
-    built and asked for, with the same result bit for bit.
+    `encode_definition` and `matmul_definition` are definitions in plain NumPy; `encode` and `matmul` call the native
+    kernels `encoder` and `multiplier` if they are built and asked for, with the same result bit for bit.
     """
 
     name: ClassVar[str]
     encoder: ClassVar[str | None] = None
-    """Name of the native kernel, or None."""
+    """Name of the native kernel that encodes, or None."""
+    multiplier: ClassVar[str | None] = None
+    """Name of the native kernel that multiplies, or None."""
     lossless_from: ClassVar[tuple[str, ...]] = ()
     """Source types whose every value survives."""
+    verb: ClassVar[str] = "encoded"
+    """What the plan says of a matrix from any other type."""
+    options: ClassVar[tuple[Option, ...]] = ()
+    """Parameters that are offered on the command line."""
+    config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
+    """Where `config.json` states the `quantization_config`."""
 
     @property
     @abstractmethod
@@ -79,6 +100,14 @@ class Codec(ABC):
         """float32 [R, C]: the values the stored arrays stand for."""
 
     @abstractmethod
+    def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
+        """float32 [M, R]: x W^T as specs/products.md defines it, before any rounding to the model's type.
+
+        `x` is BF16 bits (uint16) or float16 [M, C], anything else a `TypeError`; a NaN or Inf in it raises
+        `NonFiniteError` naming the token.
+        """
+
+    @abstractmethod
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         """One sentence for every way in which stored arrays break the codec's rules (codes, scales, sidecar)."""
 
@@ -86,9 +115,55 @@ class Codec(ABC):
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any] | None:
         """What `config.json` must say so that others read right weights or raise; None if nothing."""
 
+    def for_scales(self, dtypes: Collection[str]) -> Codec:
+        """This codec, adjusted to the scale types of the quantised matrices it will take (none: unchanged)."""
+        return self
+
+    def adopts(self, form: Form) -> str | None:
+        """Why a matrix quantised in this form cannot keep its codes; None if it can, its data permitting."""
+        return f"{self.name} stores other codes"
+
+    def adopt(self, source: Quantised, out: Stored) -> bool:
+        """Take codes and scales as they are into `out`; False (and `out` unspecified) if the data forbids it."""
+        return False
+
+    def keeps_dense(self, form: Form) -> bool:
+        """Whether a dense matrix quantised in this form stays as it is, because this codec's config describes it."""
+        return False
+
+    def encode_quantised(self, source: Quantised, out: Stored) -> tuple[EncodeStats, bool]:
+        """Encode a quantised matrix; (statistics against its values, whether its codes were kept).
+
+        Raises `NonFiniteError` for what no container may hold, see `Quantised.values`.
+        """
+        values = source.values()
+        if self.adopts(source.form) is None and self.adopt(source, out):
+            return EncodeStats(0.0, sum_of_squares(values.astype(np.float64))), True
+        return self.encode(values, "F32", out), False
+
     def kernel_arguments(self) -> tuple[int, ...]:
-        """Parameters that the native kernel takes after its arrays."""
+        """Parameters that the native kernels take after their arrays."""
         return ()
+
+    def matmul_arrays(self, stored: Stored) -> list[Array]:
+        """What the native kernel `multiplier` takes between the tokens and the result."""
+        return [stored[role] for role in ("codes", "scales", "biases", "row_sums") if role in stored]
+
+    def matmul(
+        self, stored: Stored, x: Array, rows: int, columns: int, *, out: Array | None = None, threads: int = 1
+    ) -> Array:
+        """x W^T [M, R] for contiguous `x`, as `matmul_definition` has it, in `out` or in a fresh float32 array.
+
+        The type of `out` says what the result is rounded to, once: float32, uint16 (BF16 bits) or float16. Neither
+        `threads` nor the other tokens change any bit. Raises what `matmul_definition` raises.
+        """
+        out = products.output(x, rows, columns, out)
+        kernel = native.kernel(self.multiplier)
+        if kernel is None:
+            products.store(self.matmul_definition(stored, x, rows, columns), out)
+        elif not kernel(x, *self.matmul_arrays(stored), out, *self.kernel_arguments(), threads):
+            products.activations(x, columns)  # names the token that is not finite
+        return out
 
     def encode(self, source: Array, dtype: str, out: Stored) -> EncodeStats:
         """Encode a contiguous source array [R, C] holding `dtype` (BF16, F16, F32) into `out`.
@@ -108,8 +183,6 @@ class Codec(ABC):
 
     def allocate(self, rows: int, columns: int) -> dict[str, Array]:
         """Fresh arrays for `encode`, by role."""
-        import numpy as np
-
         wanted = self.tensors(rows, columns) + self.sidecar(rows)
         return {t.role: np.zeros(t.shape, VIEWS[t.dtype]) for t in wanted}
 

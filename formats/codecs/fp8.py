@@ -3,20 +3,26 @@
 For a block with largest magnitude amax > 0: s = amax / 448 in float32, rounded to its stored type and raised to the
 smallest normal; code = e4m3(clamp(w / s, -448, 448)), quotient in float32, rounded once, half to even. A block of zeros
 has s = 1. Decoded: code * s. Blocks at the right and lower edge are partial and own their scale.
+
+Multiplied (formats/products.py): in every block of rows xs = x * s first, s the scale of the block a column lies in;
+then y = sum over the columns of code * xs in 64 lanes. A block is two rounds of lanes: no lane knows its edge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.dtypes import E4M3_VALUES as VALUES
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
 from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.quantised import FP8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
 BLOCK = 128
@@ -25,18 +31,6 @@ SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal  # BF16's is the same
 SCALE_DTYPES = ("BF16", "F32")
 PARTIAL_BLOCKS = "pagestone-partial-blocks"
 """An activation scheme that transformers does not know: it raises instead of guessing another block size."""
-
-
-def _values() -> F32:
-    """The value of every E4M3FN code: float32 [256]; 0x7F and 0xFF are NaN."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    magnitude = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
-    magnitude[(code & 0x7F) == 0x7F] = np.nan
-    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
-
-
-VALUES = _values()
 
 
 def to_e4m3(values: F32) -> NDArray[np.uint8]:
@@ -59,6 +53,7 @@ class Fp8(Codec):
 
     name: ClassVar[str] = "fp8"
     encoder: ClassVar[str | None] = "encode_fp8"
+    multiplier: ClassVar[str | None] = "matmul_fp8"
 
     block: int = BLOCK
     scale_dtype: str = "BF16"
@@ -94,8 +89,45 @@ class Fp8(Codec):
         out["scales"][...] = f32_to_bf16(scale) if self.scale_dtype == "BF16" else scale
         return EncodeStats(*error_and_norm(weight, _product(codes, spread)))
 
+    def for_scales(self, dtypes: Collection[str]) -> Fp8:
+        """BF16 scales where all of the source's are BF16 (or there are none), else F32: it holds every other type."""
+        return self if set(dtypes) <= {self.scale_dtype} else Fp8(scale_dtype="F32")
+
+    def adopts(self, form: Form) -> str | None:
+        if form.kind != FP8:
+            return f"{form}: not E4M3 codes"
+        if form.per_tensor:
+            return None  # the one scale is repeated over the grid
+        if form.block != (BLOCK, BLOCK):
+            return f"{form}: not blocks of {BLOCK}x{BLOCK}"
+        return "a block of the fused tensor straddles gate and up" if form.first_row % BLOCK else None
+
+    def keeps_dense(self, form: Form) -> bool:
+        """The config states blocks of 128 x 128, and leaves their modules out of what may not be converted."""
+        return form.kind == FP8 and form.block == (BLOCK, BLOCK)
+
+    def adopt(self, source: Quantised, out: Stored) -> bool:
+        rows, columns = out["scales"].shape
+        first = source.form.first_row // source.form.block[0]
+        scales = np.broadcast_to(source.scales[:1, :1] if source.form.per_tensor else
+                                 source.scales[first : first + rows, :columns], (rows, columns))  # fmt: skip
+        out["codes"][...] = source.codes
+        out["scales"][...] = f32_to_bf16(scales) if self.scale_dtype == "BF16" else scales
+        return True
+
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], _spread(self._scales(stored), rows, columns))
+
+    def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
+        products.expect_stored(stored, self.tensors(rows, columns))
+        tokens, scales = products.activations(x, columns), self._scales(stored)
+        results = np.empty((len(x), rows), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for first, of_columns in zip(range(0, rows, BLOCK), scales, strict=True):
+                values, spread = VALUES[stored["codes"][first : first + BLOCK]], of_columns.repeat(BLOCK)[:columns]
+                for token, result in zip(tokens, results, strict=True):
+                    result[first : first + BLOCK] = products.lane_sum(values, token * spread, products.LANES)
+        return products.one_nan(results)
 
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         codes, scales = stored["codes"], self._scales(stored)

@@ -2,6 +2,10 @@
 
 For a row with largest magnitude amax > 0, all in float32: s = amax / 127, raised to the smallest normal float32;
 code = clamp(rne(w / s), -127, 127). A row of zeros has s = 1. Decoded: code * s.
+
+Multiplied (formats/products.py): activations in 8 bits; y = (f32(acc) * s_x) * s, acc the exact sum of code * a.
+Kernels that add 128 to the activations take 128 * row sum off again, with the sidecar's row sums: if these are wrong,
+so is y.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
-from pagestone.formats.dtypes import F32
+from pagestone.formats.dtypes import F32, Array
 from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.quantised import INT8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
 LARGEST = 127
@@ -28,6 +34,7 @@ class Int8(Codec):
 
     name: ClassVar[str] = "int8"
     encoder: ClassVar[str | None] = "encode_int8"
+    multiplier: ClassVar[str | None] = "matmul_int8"
 
     @property
     def parameters(self) -> dict[str, int | str]:
@@ -57,8 +64,39 @@ class Int8(Codec):
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
 
+    def adopts(self, form: Form) -> str | None:
+        if form.kind != INT8:
+            return f"{form}: not int8 codes"
+        if form.zero_points:
+            return f"{form}: zero points"
+        return None if form.per_channel or form.per_tensor else f"{form}: not a scale per row"
+
+    def adopt(self, source: Quantised, out: Stored) -> bool:
+        """False where a code is -128 or a scale is zero or subnormal: neither may stand in a container."""
+        scales = source.scales[source.grid_rows(), :1]
+        if (source.codes == -128).any() or (scales < SMALLEST_NORMAL).any():
+            return False
+        out["codes"][...] = source.codes
+        out["scales"][...] = scales
+        if "row_sums" in out:
+            out["row_sums"][...] = source.codes.sum(axis=1, dtype=np.int32)
+        return True
+
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], stored["scales"])
+
+    def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
+        products.expect_stored(stored, self.tensors(rows, columns))
+        tokens, of_tokens = products.quantise(products.activations(x, columns))
+        exact = tokens.astype(np.float64) @ stored["codes"].astype(np.float64).T  # integers below 2^53
+        with np.errstate(over="ignore", invalid="ignore"):
+            results = (exact.astype(np.float32) * of_tokens[:, None]) * stored["scales"].reshape(1, rows)
+        return products.one_nan(results)
+
+    def matmul_arrays(self, stored: Stored) -> list[Array]:
+        codes = stored["codes"]
+        sums = stored["row_sums"] if "row_sums" in stored else codes.sum(axis=1, dtype=np.int32)
+        return [codes, stored["scales"], sums]
 
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         codes, scales = stored["codes"], stored["scales"]

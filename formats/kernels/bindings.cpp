@@ -10,11 +10,14 @@
 #include <tuple>
 #include <vector>
 
+#include "checks.h"
 #include "cpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace pagestone;
+
+void bind_products(nb::module_& m);  // bind_products.cpp
 
 namespace {
 
@@ -24,23 +27,6 @@ template <class T>
 using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void expect(const char* array, const char* axis, std::size_t found, std::size_t expected) {
-    if (found != expected)
-        throw nb::value_error((std::string(array) + ": " + axis + " expected to be " + std::to_string(expected) +
-                               ", found " + std::to_string(found))
-                                  .c_str());
-}
-
-// Kernels may load whole vectors from addresses they take to be aligned to the element.
-template <class Array>
-void expect_aligned(const char* name, const Array& array) {
-    const std::size_t size = std::size_t(array.itemsize());
-    if (reinterpret_cast<std::uintptr_t>(array.data()) % size != 0)
-        throw nb::value_error((std::string(name) + ": address expected to be a multiple of " + std::to_string(size) +
-                               ", found one that is not")
-                                  .c_str());
-}
 
 template <class Array>
 void expect_shape(const char* name, const Array& array, std::size_t rows, std::size_t columns) {
@@ -91,6 +77,41 @@ nb::tuple encode_fp8(Matrix<const T> source, Matrix<std::uint8_t> codes, Matrix<
 }
 
 template <class T, Source source_type>
+nb::tuple encode_bf16(Matrix<const T> source, Matrix<std::uint16_t> codes) {
+    const std::size_t rows = source.shape(0), columns = source.shape(1);
+    expect_aligned("source", source);
+    expect_shape("codes", codes, rows, columns);
+    Encoded encoded;
+    {
+        nb::gil_scoped_release released;
+        encoded = chosen().load()->encode_bf16[source_type](source.data(), codes.data(), rows, columns);
+    }
+    return result(encoded);
+}
+
+template <class T, Source source_type>
+nb::tuple encode_affine(Matrix<const T> source, Matrix<std::uint32_t> codes, Matrix<std::uint16_t> scales,
+                        Matrix<std::uint16_t> biases, std::size_t bits, std::size_t group) {
+    const std::size_t rows = source.shape(0), columns = source.shape(1);
+    expect_bits_and_group(bits, group);
+    if (columns % group != 0)
+        throw nb::value_error(("source: columns expected to be a multiple of " + std::to_string(group) + ", found " +
+                               std::to_string(columns))
+                                  .c_str());
+    expect_aligned("source", source);
+    expect_shape("codes", codes, rows, columns / 32 * bits);
+    expect_shape("scales", scales, rows, columns / group);
+    expect_shape("biases", biases, rows, columns / group);
+    Encoded encoded;
+    {
+        nb::gil_scoped_release released;
+        encoded = chosen().load()->encode_affine[source_type][bits - 3][group == 64](
+            source.data(), codes.data(), scales.data(), biases.data(), rows, columns);
+    }
+    return result(encoded);
+}
+
+template <class T, Source source_type>
 void bind(nb::module_& m) {
     m.def("encode_int8", &encode_int8<T, source_type>, "source"_a.noconvert(), "codes"_a.noconvert(),
           "scales"_a.noconvert(), "row_sums"_a.noconvert() = nb::none(),
@@ -103,6 +124,13 @@ void bind(nb::module_& m) {
           "source"_a.noconvert(), "codes"_a.noconvert(), "scales"_a.noconvert(), doc);
     m.def("encode_fp8", &encode_fp8<T, source_type, float, &Table::encode_fp8_f32_scales>, "source"_a.noconvert(),
           "codes"_a.noconvert(), "scales"_a.noconvert(), doc);
+    m.def("encode_bf16", &encode_bf16<T, source_type>, "source"_a.noconvert(), "codes"_a.noconvert(),
+          "BF16 bits uint16 [R, C] of source [R, C], rounded once, half to even. "
+          "Returns (squared error, squared norm, count of bad elements, flat index of the first).");
+    m.def("encode_affine", &encode_affine<T, source_type>, "source"_a.noconvert(), "codes"_a.noconvert(),
+          "scales"_a.noconvert(), "biases"_a.noconvert(), "bits"_a, "group"_a,
+          "Packed codes uint32 [R, C * bits / 32], scales and biases uint16 (BF16 bits) [R, C / group] of source "
+          "[R, C]. Returns (squared error, squared norm, count of bad elements, flat index of the first).");
 }
 
 }  // namespace
@@ -128,4 +156,5 @@ NB_MODULE(_kernels, m) {
     bind<std::uint16_t, BF16>(m);
     bind<half, F16>(m);
     bind<float, F32>(m);
+    bind_products(m);
 }

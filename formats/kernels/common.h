@@ -98,9 +98,11 @@ struct Lanes {
     Doubles norm[LANES / WIDTH];
 };
 
-// Adds (w - decoded)^2 and w^2 of a tile, in increasing order within each lane.
+// Adds (w - decoded)^2 and w^2 of `COUNT` elements, in increasing order within each lane.
+template <std::size_t COUNT = TILE>
 PAGESTONE_INLINE void accumulate(Lanes& lanes, const float* values, const float* decoded) {
-    for (std::size_t i = 0; i < TILE; i += LANES)
+    static_assert(COUNT % LANES == 0, "every lane gets as many");
+    for (std::size_t i = 0; i < COUNT; i += LANES)
         for (int v = 0; v < LANES / WIDTH; ++v) {
             const Doubles w = widen(values + i + v * WIDTH);
             const Doubles d = w - widen(decoded + i + v * WIDTH);

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU (and its operating system) can run. Included by bindings.cpp only.
+// Which instruction sets this CPU (and its operating system) can run. Included by the bindings only.
 #pragma once
 
 #include <atomic>

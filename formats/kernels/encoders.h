@@ -30,5 +30,12 @@ template <class S, class Scale>
 Encoded encode_fp8(const void* source_bits, std::uint8_t* codes, void* scale_bits, std::size_t rows,
                    std::size_t columns);
 
+template <class S>
+Encoded encode_bf16(const void* source_bits, std::uint16_t* codes, std::size_t rows, std::size_t columns);
+
+template <class S, int BITS, std::size_t GROUP>
+Encoded encode_affine(const void* source_bits, std::uint32_t* codes, std::uint16_t* scales, std::uint16_t* biases,
+                      std::size_t rows, std::size_t columns);
+
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone
