@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.manifest import EXPERTS, MANIFEST
+from pagestone.formats.manifest import EXPERTS, MANIFEST, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 
 CONFIG = "config.json"
@@ -62,6 +62,8 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(length, modification time in ns) of shards, index and side files: a resumed job must find the same."""
+    container: bool = False
+    """The source is itself a bf16 container."""
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -120,8 +122,11 @@ def _require_file(root: Path, name: str, why: str) -> Path:
     return path
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = False) -> Checkpoint:
     """The catalogue of the checkpoint directory at `path`.
+
+    `merge_unlisted` also takes the tensors of .safetensors files that the index does not name; a name that stands in
+    two files is then refused.
 
     Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
     and tensor if a shard is missing, short, damaged or contradicts the index.
@@ -135,7 +140,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             file=root,
             remedy="give the directory that holds config.json and the .safetensors files",
         )
-    refuse_container(root)
+    container = _is_bf16_container(root)
     if not (root / CONFIG).is_file():
         raise RequestError(
             f"{CONFIG} expected in the checkpoint directory, found none",
@@ -172,12 +177,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         why = "expected to hold the weights"
     for shard in shards:
         _require_file(root, shard, why)
+    unlisted: list[str] = []
+    if merge_unlisted:
+        unlisted = sorted(p.name for p in root.glob("*.safetensors") if p.is_file() and p.name not in shards)
+        warnings += [f"{name}: not in the index; its tensors are taken, as --merge-unlisted asks" for name in unlisted]
 
     tensors: dict[str, SourceTensor] = {}
     hasher = Hasher()
     stamps: dict[str, tuple[int, int]] = {}
     hasher.update(digest((root / CONFIG).read_bytes()))
-    for shard in shards:
+    for shard in [*shards, *unlisted]:
         header = read_header(root / shard)
         status = (root / shard).stat()
         stamps[shard] = (status.st_size, status.st_mtime_ns)
@@ -185,7 +194,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             head = handle.read(header.data_start)
         hasher.update(shard.encode() + b"\0" + header.file_size.to_bytes(8, "big") + digest(head))
         for entry in header.entries:
-            _take(entry, shard, weight_map, tensors, warnings, indexed=index is not None)
+            if container and entry.name not in weight_map and entry.name.endswith((".pad", ".pad_a")):
+                continue
+            if shard not in unlisted:
+                _take(entry, shard, weight_map, tensors, warnings, indexed=index is not None)
+            elif entry.name in tensors or entry.name in weight_map:
+                home = weight_map.get(entry.name) or tensors[entry.name].file
+                raise DataError(
+                    f"a tensor that stands nowhere else expected in a file outside the index; {home} has it too",
+                    code="E0412",
+                    file=root / shard,
+                    tensor=entry.name,
+                    remedy="remove one of the two files, or leave out --merge-unlisted",
+                )
+            else:
+                _take(entry, shard, {}, tensors, warnings, indexed=False)
+    shards += unlisted
     for name, shard in weight_map.items():
         if name not in tensors:
             raise DataError(
@@ -196,11 +220,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 remedy="download the shard and the index again: they do not belong together",
             )
     side = list(_side_files(root, set(shards), index, warnings))
+    if container:
+        side = [
+            replace(f, rule="of the container, not of the model") if f.name in (MANIFEST, EXPERTS) else f for f in side
+        ]
     copied = [f.name for f in side if f.rule in (None, CODE)]
     for name in copied if index is None else [index.name, *copied]:
         status = (root / name).stat()
         stamps[name] = (status.st_size, status.st_mtime_ns)
-    return Checkpoint(root, config, tensors, tuple(shards), tuple(side), hasher.digest().hex(), tuple(warnings), stamps)
+    return Checkpoint(
+        root, config, tensors, tuple(shards), tuple(side), hasher.digest().hex(), tuple(warnings), stamps, container
+    )
 
 
 def _take(
@@ -230,15 +260,22 @@ def _take(
     tensors[entry.name] = SourceTensor(entry.name, shard, entry.dtype, entry.shape, entry.offset, entry.nbytes)
 
 
-def refuse_container(root: Path) -> None:
-    """Raise `RequestError` if the directory is one of our containers: its codes must not be encoded again."""
-    if (root / MANIFEST).is_file() and (root / EXPERTS).is_file():
-        raise RequestError(
-            "an original checkpoint expected, found a pagestone container",
-            code="E0411",
-            file=root,
-            remedy="convert from the checkpoint this container was made from",
-        )
+def _is_bf16_container(root: Path) -> bool:
+    """Whether the directory is one of our containers that holds a model's own values.
+
+    Raises `RequestError` for a container of another codec: its codes must not be encoded again.
+    """
+    if not ((root / MANIFEST).is_file() and (root / EXPERTS).is_file()):
+        return False
+    codec = read_manifest(root / MANIFEST).codec
+    if codec == "bf16":
+        return True
+    raise RequestError(
+        f"an original checkpoint (or a bf16 container) expected, found a pagestone container in {codec}",
+        code="E0411",
+        file=root,
+        remedy="convert from the checkpoint this container was made from",
+    )
 
 
 def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list[str]) -> Iterable[SideFile]:
@@ -260,7 +297,7 @@ def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list
             continue
         size = path.stat().st_size
         if name.endswith(".safetensors"):
-            warnings.append(f"{name}: not in the index; its tensors are not part of the model and are not copied")
+            warnings.append(f"{name}: not in the index; its tensors are not copied (--merge-unlisted takes them)")
             yield SideFile(name, size, "weights outside the index")
         elif name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json"):
             yield SideFile(name, size, "weights in another format")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,11 +44,14 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 def register(app: typer.Typer) -> None:
     """Add the commands of this room to the application."""
     for name, cls in sorted(codecs.registry().items()):
-        summary = (cls.__doc__ or "").strip().splitlines()[0]
-        app.command(f"prepare-{name}", help=f"Convert a checkpoint to a container: {summary}")(_command(name))
+        # the codec's page in one line: the module's first sentence, without its names and the reference to the spec
+        first = (sys.modules[cls.__module__].__doc__ or "").splitlines()[0]
+        summary = first.partition(": ")[2].partition(" (specs/")[0]
+        command = _command(name, cls.options)
+        app.command(f"prepare-{name}", help=f"Convert to {name}: {summary}.")(command)
 
 
-def _command(name: str) -> Callable[..., None]:
+def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., None]:
     def run(
         checkpoint: Annotated[Path, typer.Argument(help="Directory with config.json and .safetensors files.")],
         output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the container.")],
@@ -55,12 +60,19 @@ def _command(name: str) -> Callable[..., None]:
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
         force: Annotated[bool, typer.Option("--force", help="Replace a container or discard unfinished work.")] = False,
         include_code: Annotated[bool, typer.Option("--include-code", help="Copy the source's *.py files too.")] = False,
+        merge_unlisted: Annotated[
+            bool, typer.Option("--merge-unlisted", help="Take tensors of .safetensors files outside the index too.")
+        ] = False,
+        sha256: Annotated[bool, typer.Option("--sha256", help="Add SHA-256 of every file to the manifest.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+        **chosen: int,
     ) -> None:
         begun = time.monotonic()
-        codec, span = codecs.get(name), parse_layers(layers)
+        codec, span = codecs.get(name, _checked(chosen, options)), parse_layers(layers)
+        plans = partial(plan_for, checkpoint, output, codec, layers=span, include_code=include_code,
+                        merge_unlisted=merge_unlisted)  # fmt: skip
         if dry_run:
-            planned = plan_for(checkpoint, output, codec, layers=span, include_code=include_code)
+            planned = plans()
             print(
                 json.dumps(report.plan_table(planned, output), indent=1)
                 if as_json
@@ -72,7 +84,7 @@ def _command(name: str) -> Callable[..., None]:
         plan: Plan | None = None
         total = None
         if checkpoint.is_dir() and not publication_pending(output):
-            plan = plan_for(checkpoint, output, codec, layers=span, include_code=include_code)
+            plan = plans()
             total = plan.bytes_in
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"prepare-{name}", file=sys.stderr,
                   disable=not sys.stderr.isatty(), leave=False) as bar:  # fmt: skip
@@ -85,6 +97,8 @@ def _command(name: str) -> Callable[..., None]:
                     layers=span,
                     force=force,
                     include_code=include_code,
+                    merge_unlisted=merge_unlisted,
+                    sha256=sha256,
                     progress=bar.update,
                     planned=plan,
                 )
@@ -99,4 +113,27 @@ def _command(name: str) -> Callable[..., None]:
         else:
             print(report.outcome_text(outcome, output, seconds))
 
+    return _with_options(run, options)
+
+
+def _with_options(run: Callable[..., None], options: tuple[codecs.Option, ...]) -> Callable[..., None]:
+    """`run` with a command line option for each of the codec's, passed to it by name."""
+    signature = inspect.signature(run, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.choices[0],
+                          annotation=Annotated[int, typer.Option(help=f"{o.help} {' or '.join(map(str, o.choices))}.")])
+        for o in options
+    ]  # fmt: skip
+    run.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
     return run
+
+
+def _checked(chosen: dict[str, int], options: tuple[codecs.Option, ...]) -> dict[str, int]:
+    """The chosen values, each one of its option's choices."""
+    for option in options:
+        if chosen[option.name] not in option.choices:
+            flag, choices = "--" + option.name.replace("_", "-"), " or ".join(map(str, option.choices))
+            raise RequestError(f"{flag} expected to be {choices}, found {chosen[option.name]}", code="E0004",
+                               remedy=f"for example {flag} {option.choices[0]}")  # fmt: skip
+    return chosen

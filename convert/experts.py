@@ -1,97 +1,35 @@
-"""Where every expert's matrices lie in the source, whatever the checkpoint's layout.
+"""From names to layers: which source tensors are routed experts, and of which layer, expert and part.
 
-This is the last place that knows names of the source: a layer's tensors are sorted into `LayerSource`s, and the
-pipeline then asks only for byte ranges.
+This is the last place that knows names of the source. Layouts are decided by the names that are there, a layer at a
+time; element types imply nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
-from pagestone.convert.family import Family
-from pagestone.formats.errors import DataError, RequestError
+from pagestone.convert.family import Family, Fused
+from pagestone.convert.scales import ACTIVATION_SUFFIXES, UNREAD, block_size, resolve
+from pagestone.convert.sources import LayerSource, Tensors
+from pagestone.formats.dtypes import FLOATS
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.layout import PARTS, ExpertShape
+from pagestone.formats.quantised import KINDS, SCALE_DTYPES
 
-Failure = Callable[[str, str, SourceTensor | None, str], DataError]
-"""Makes an error of this layer from message, code, tensor (or None for the layer itself) and remedy."""
 ID = r"(0|[1-9][0-9]{0,8})"
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixSource:
-    """One matrix in the source: `nbytes` bytes at `offset` of `tensor`'s file hold a `stored` matrix (rows, columns).
-
-    The matrix wanted is that one, transposed if `transposed`, and of its rows every `step`-th from `start`.
-    """
-
-    tensor: SourceTensor
-    offset: int
-    nbytes: int
-    stored: tuple[int, int]
-    transposed: bool = False
-    start: int = 0
-    step: int = 1
-
-    @property
-    def plain(self) -> bool:
-        """The bytes are the matrix, row by row."""
-        return not self.transposed and self.start == 0 and self.step == 1
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSource:
-    """The routed experts of one layer as the checkpoint holds them.
-
-    `block` is "layers" or "mtp", `layer` its number there, `prefix` the full name of the experts module. Per-expert
-    layouts fill `split` (expert, part); fused layouts fill `gate_up` and `down`.
-    """
-
-    block: str
-    layer: int
-    prefix: str
-    count: int
-    shape: ExpertShape
-    family: Family
-    split: dict[tuple[int, str], SourceTensor] = field(default_factory=dict)
-    gate_up: SourceTensor | None = None
-    down: SourceTensor | None = None
-
-    @property
-    def tensors(self) -> Iterable[SourceTensor]:
-        """Every source tensor this layer is made from."""
-        if self.gate_up is not None and self.down is not None:
-            return (self.gate_up, self.down)
-        return self.split.values()
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Element types of those tensors, each once."""
-        return tuple(sorted({t.dtype for t in self.tensors}))
-
-    def matrix(self, expert: int, part: str) -> MatrixSource:
-        """Where one matrix of one expert lies."""
-        rows, columns = self.shape.matrix(part)
-        if self.gate_up is None or self.down is None:
-            tensor = self.split[expert, part]
-            return MatrixSource(tensor, tensor.offset, tensor.nbytes, (rows, columns))
-        fused = self.family.fused
-        assert fused is not None
-        tensor = self.down if part == "down" else self.gate_up
-        block = tensor.nbytes // self.count
-        base = tensor.offset + expert * block
-        if part == "down":
-            stored = (columns, rows) if fused.transposed else (rows, columns)
-            return MatrixSource(tensor, base, block, stored, fused.transposed)
-        second = int(part == "up")
-        if not fused.transposed and not fused.interleaved:
-            half = block // 2
-            return MatrixSource(tensor, base + second * half, half, (rows, columns))
-        stored = (columns, 2 * rows) if fused.transposed else (2 * rows, columns)
-        start, step = (second, 2) if fused.interleaved else (second * rows, 1)
-        return MatrixSource(tensor, base, block, stored, fused.transposed, start, step)
+ROLES = {
+    "weight": "weight", "weight_scale_inv": "scale", "weight_scale": "scale", "scale": "scale",
+    "weight_zero_point": "zero", "bias": "bias",
+} | dict.fromkeys(ACTIVATION_SUFFIXES, "activation")  # fmt: skip
+"""What follows a matrix's name, and what it is. Activation scales are known and left out: experts are weight-only."""
+FUSED_ROLES = {"": "weight", "_scale_inv": "scale", "_scale": "scale", ".weight": "weight",
+               ".weight_scale_inv": "scale", ".weight_scale": "scale",
+               "_input_scale": "activation", ".input_scale": "activation"}  # fmt: skip
+Failure = Callable[..., PagestoneError]
+"""Makes an error of this layer: message, code, tensor (or None for the layer itself), remedy."""
 
 
 @dataclass(slots=True)
@@ -99,184 +37,293 @@ class _Found:
     """What was seen of one layer while walking the names."""
 
     prefix: str
-    split: dict[tuple[int, str], SourceTensor] = field(default_factory=dict)
-    fused: dict[str, SourceTensor] = field(default_factory=dict)
+    split: dict[tuple[int, str], Tensors] = field(default_factory=dict)
+    fused: dict[str, Tensors] = field(default_factory=dict)
 
 
-def find_layers(checkpoint: Checkpoint, family: Family) -> tuple[list[LayerSource], list[str]]:
-    """Every layer's routed experts in order (decoder layers, then MTP), and warnings.
+@dataclass(frozen=True, slots=True)
+class FoundExperts:
+    """Every layer's routed experts in order (decoder layers, then MTP), names left out on purpose, and warnings."""
+
+    layers: tuple[LayerSource, ...]
+    activation_scales: frozenset[str]
+    warnings: tuple[str, ...]
+
+
+def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
+    """Sort the checkpoint's expert tensors into layers.
 
     Raises `DataError` for a name below an experts module that the family does not claim, a missing part or expert, a
-    shape that does not fit, two layouts in one layer; and if there are fewer MoE layers than the config says.
+    shape or scale that does not fit, two layouts in one layer; and if there are fewer MoE layers than the config says.
     """
     config = checkpoint.text_config
     depth = config.get("num_hidden_layers")
     if not isinstance(depth, int):
         raise DataError(
-            "num_hidden_layers expected, found none",
-            code="E0501",
-            file=checkpoint.path / "config.json",
+            "num_hidden_layers expected, found none", code="E0501", file=checkpoint.path / "config.json",
             remedy="download config.json again",
-        )
-    found = _walk(checkpoint, family, depth)
+        )  # fmt: skip
+    activations: set[str] = set()
+    found = _walk(checkpoint, family, depth, activations)
     if not found:
         raise RequestError(
             f"routed experts of the family {family.name} expected, found none in {len(checkpoint.tensors)} tensors",
-            code="E0502",
-            file=checkpoint.path,
-            remedy="convert a Mixture-of-Experts checkpoint",
-        )
+            code="E0502", file=checkpoint.path, remedy="convert a Mixture-of-Experts checkpoint",
+        )  # fmt: skip
     dense = family.dense_layers(config)
     missing = [n for n in range(depth) if n not in dense and ("layers", n) not in found]
     if missing:
         raise DataError(
             f"{depth - len(dense)} MoE layers expected from config.json, found {depth - len(dense) - len(missing)}; "
             f"layer {missing[0]} is the first without experts",
-            code="E0503",
-            file=checkpoint.path,
-            remedy="download the missing shards, or correct config.json",
-        )
+            code="E0503", file=checkpoint.path, remedy="download the missing shards, or correct config.json",
+        )  # fmt: skip
     warnings: list[str] = []
-    layers = [_layer(checkpoint, family, key, found[key], warnings) for key in sorted(found)]
-    return layers, warnings
+    layers = tuple(_layer(checkpoint, family, key, found[key], warnings) for key in sorted(found))
+    return FoundExperts(layers, frozenset(activations), tuple(warnings))
 
 
-def _walk(checkpoint: Checkpoint, family: Family, depth: int) -> dict[tuple[str, int], _Found]:
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[str]) -> dict[tuple[str, int], _Found]:
     """Sort every tensor below an experts module into its layer."""
     roots = dict.fromkeys(family.decoders, "layers") | dict.fromkeys(family.mtp, "mtp")
-    module = re.compile(rf"({'|'.join(map(re.escape, roots))})\.{ID}\.{re.escape(family.experts)}\.(.+)")
-    part_of = dict(zip(family.parts, PARTS, strict=True))
-    single = re.compile(rf"{ID}\.({'|'.join(map(re.escape, family.parts))})\.weight")
-    fused_of = {} if family.fused is None else {family.fused.gate_up: "gate_up", family.fused.down: "down"}
-    own_part = family.experts.rsplit(".", 1)[-1]
+    layer = re.compile(rf"({'|'.join(map(re.escape, roots))})\.{ID}\.(.+)")
     found: dict[tuple[str, int], _Found] = {}
     for name, tensor in checkpoint.tensors.items():
-        if own_part not in name.split("."):
+        if family.markers.isdisjoint(name.split(".")):
             continue
-        match = module.fullmatch(name)
-        inner = match and single.fullmatch(match[3])
-        if match is None or (inner is None and match[3] not in fused_of):
-            raise DataError(
-                f"the family {family.name} claims no such expert tensor",
-                code="E0504",
-                file=checkpoint.path / tensor.file,
-                tensor=name,
-                remedy="convert it with a version that knows it, or add it to "
-                f"convert/families/{family.name}.py; leaving it out would lose weights",
-            )
+        match = layer.fullmatch(name)
+        claim = None if match is None else _claim(family, match[3])
+        if match is None or claim is None:
+            raise _unclaimed(checkpoint, family, tensor)
         block, number = roots[match[1]], int(match[2])
         if block == "layers" and number >= depth:
             if not family.mtp_as_extra_layer:
                 raise DataError(
-                    f"{depth} decoder layers expected from config.json, found layer {number}",
-                    code="E0505",
-                    file=checkpoint.path / tensor.file,
-                    tensor=name,
-                    remedy="correct config.json",
-                )
+                    f"{depth} decoder layers expected from config.json, found layer {number}", code="E0505",
+                    file=checkpoint.path / tensor.file, tensor=name, remedy="correct config.json",
+                )  # fmt: skip
             block, number = "mtp", number - depth
         prefix = f"{match[1]}.{match[2]}.{family.experts}"
         entry = found.setdefault((block, number), _Found(prefix))
         if entry.prefix != prefix:
             raise DataError(
-                f"layer {number} stands under {entry.prefix} and under {prefix}",
-                code="E0506",
-                file=checkpoint.path / tensor.file,
-                tensor=name,
-                remedy="remove one of the two copies",
-            )
-        if inner is not None:
-            entry.split[int(inner[1]), part_of[inner[2]]] = tensor
-        else:
-            entry.fused[fused_of[match[3]]] = tensor
+                f"layer {number} stands under {entry.prefix} and under {prefix}", code="E0506",
+                file=checkpoint.path / tensor.file, tensor=name, remedy="remove one of the two copies",
+            )  # fmt: skip
+        place, role = claim
+        if role == "activation":
+            activations.add(name)
+            continue
+        group = entry.fused.setdefault(place, {}) if isinstance(place, str) else entry.split.setdefault(place, {})
+        if role in group:
+            raise DataError(
+                f"{group[role].name} is a {role} of the same matrix", code="E0512", file=checkpoint.path / tensor.file,
+                tensor=name, remedy="remove one of the two copies",
+            )  # fmt: skip
+        group[role] = tensor
     return found
+
+
+def _claim(family: Family, tail: str) -> tuple[str | tuple[int, str], str] | None:
+    """((expert, part) or the fused tensor, role) of a name's tail below its layer; None if the family claims it not."""
+    parts = dict(zip(family.parts, PARTS, strict=True))
+    single = re.fullmatch(rf"{re.escape(family.experts)}\.{ID}\.({'|'.join(map(re.escape, parts))})\.(\w+)", tail)
+    if single is not None and single[3] in ROLES:
+        return (int(single[1]), parts[single[2]]), ROLES[single[3]]
+    if family.fused is not None:
+        for place, name, bias in (("gate_up", family.fused.gate_up, family.fused.gate_up_bias),
+                                  ("down", family.fused.down, family.fused.down_bias)):  # fmt: skip
+            if bias is not None and tail == bias:
+                return place, "bias"
+            if tail == name:
+                return place, "weight"
+            stem = name.removesuffix(".weight")
+            if tail.startswith(stem) and tail[len(stem) :] in FUSED_ROLES:
+                return place, FUSED_ROLES[tail[len(stem) :]]
+    return None
+
+
+def _unclaimed(checkpoint: Checkpoint, family: Family, tensor: SourceTensor) -> PagestoneError:
+    file = checkpoint.path / tensor.file
+    return DataError(
+        f"the family {family.name} claims no such expert tensor", code="E0504", file=file, tensor=tensor.name,
+        remedy="convert it with a version that knows it, or add it to "
+        f"convert/families/{family.name}.py; leaving it out would lose weights",
+    )  # fmt: skip
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
 
 
 def _layer(
     checkpoint: Checkpoint, family: Family, key: tuple[str, int], found: _Found, warnings: list[str]
 ) -> LayerSource:
-    block, number = key
-
-    def fail(message: str, code: str, tensor: SourceTensor | None, remedy: str) -> DataError:
+    def fail(message: str, code: str, tensor: SourceTensor | None, remedy: str) -> PagestoneError:
         file = checkpoint.path if tensor is None else checkpoint.path / tensor.file
-        return DataError(
-            message, code=code, file=file, tensor=found.prefix if tensor is None else tensor.name, remedy=remedy
-        )
+        name = found.prefix if tensor is None else tensor.name
+        kind = RequestError if code == UNREAD else DataError
+        return kind(message, code=code, file=file, tensor=name, remedy=remedy)
 
-    again = "download the checkpoint again: it is incomplete"
     if found.split and found.fused:
-        first = next(iter(found.fused.values()))
+        first = next(iter(next(iter(found.fused.values())).values()))
         raise fail(
             "this layer holds fused and per-expert tensors at once", "E0507", first, "remove one of the two copies"
         )
+    again = "download the checkpoint again: it is incomplete"
     if found.fused:
         for part in ("gate_up", "down"):
-            if part not in found.fused:
+            if "weight" not in found.fused.get(part, {}):
                 raise fail(f"the fused {part} tensor of this layer is missing", "E0508", None, again)
-        gate_up, down = found.fused["gate_up"], found.fused["down"]
-        shape, count = _fused_shape(family, gate_up, down, fail)
-        layer = LayerSource(block, number, found.prefix, count, shape, family, gate_up=gate_up, down=down)
+        layer = _fused(family, key, found, fail)
     else:
-        ids = sorted({expert for expert, _ in found.split})
-        count = len(ids)
-        for want, have in enumerate(ids):
-            if want != have:
-                raise fail(
-                    f"expert {want} is missing: experts 0 to {ids[-1]} expected, found {count}", "E0509", None, again
-                )
-        names = dict(zip(PARTS, family.parts, strict=True))
-        for expert in ids:
-            for part in PARTS:
-                if (expert, part) not in found.split:
-                    raise fail(f"expert {expert} lacks {names[part]}.weight", "E0508", None, again)
-        shape = _split_shape(found.split, fail)
-        layer = LayerSource(block, number, found.prefix, count, shape, family, split=found.split)
+        layer = _split(family, key, found, fail)
+    for group in (*found.split.values(), *found.fused.values()):
+        _check_types(group, fail)
+    layer = replace(layer, scales=_scales(checkpoint, layer, fail))
     _check_count(checkpoint, family, layer, fail, warnings)
     return layer
 
 
-def _fused_shape(family: Family, gate_up: SourceTensor, down: SourceTensor, fail: Failure) -> tuple[ExpertShape, int]:
+def _split(family: Family, key: tuple[str, int], found: _Found, fail: Failure) -> LayerSource:
+    again = "download the checkpoint again: it is incomplete"
+    ids = sorted({expert for expert, _ in found.split})
+    for want, have in enumerate(ids):
+        if want != have:
+            message = f"expert {want} is missing: experts 0 to {ids[-1]} expected, found {len(ids)}"
+            raise fail(message, "E0509", None, again)
+    names = dict(zip(PARTS, family.parts, strict=True))
+    for expert in ids:
+        for part in PARTS:
+            if "weight" not in found.split.get((expert, part), {}):
+                raise fail(f"expert {expert} lacks {names[part]}.weight", "E0508", None, again)
+    first = found.split[0, "down"]["weight"]
+    if len(first.shape) != 2 or 0 in first.shape:
+        message = f"a non-empty [hidden, intermediate] matrix expected, found {list(first.shape)}"
+        raise fail(message, "E0510", first, "download the checkpoint again")
+    biases = {(key, "bias" in group) for key, group in found.split.items()}
+    if len({has for _, has in biases}) > 1:
+        raise fail("some matrices of this layer have a bias and some have none", "E0508", None, again)
+    bias = found.split[0, "down"].get("bias")
+    shape = ExpertShape(first.shape[0], first.shape[1], None if bias is None else bias.dtype)
+    for (_, part), group in found.split.items():
+        tensor = group["weight"]
+        if tensor.shape != shape.matrix(part):
+            message = f"{list(shape.matrix(part))} expected as in expert 0, found {list(tensor.shape)}"
+            raise fail(
+                message, "E0510", tensor, "download the checkpoint again: this expert does not belong to the layer"
+            )
+        _check_bias(group, (shape.matrix(part)[0],), shape, fail)
+    return LayerSource(*key, found.prefix, len(ids), shape, family.parts, split=found.split)
+
+
+def _fused(family: Family, key: tuple[str, int], found: _Found, fail: Failure) -> LayerSource:
     assert family.fused is not None
-    for tensor in (gate_up, down):
+    gate_up, down = found.fused["gate_up"], found.fused["down"]
+    for group in (gate_up, down):
+        tensor = group["weight"]
         if len(tensor.shape) != 3 or 0 in tensor.shape:
             raise fail(
-                f"a non-empty [experts, ., .] tensor expected, found {list(tensor.shape)}",
-                "E0510",
-                tensor,
+                f"a non-empty [experts, ., .] tensor expected, found {list(tensor.shape)}", "E0510", tensor,
                 "download the checkpoint again, or name the right family in config.json",
-            )
-    count = gate_up.shape[0]
-    hidden, intermediate = down.shape[1:][::-1] if family.fused.transposed else down.shape[1:]
-    wanted = (count, hidden, 2 * intermediate) if family.fused.transposed else (count, 2 * intermediate, hidden)
-    if gate_up.shape != wanted or down.shape[0] != count:
+            )  # fmt: skip
+    wide, tall = gate_up["weight"], down["weight"]
+    count = wide.shape[0]
+    fused = family.fused
+    if fused.either_way:
+        fused = next((f for f in (fused, replace(fused, transposed=not fused.transposed))
+                      if wide.shape == _wide_shape(f, count, tall)), fused)  # fmt: skip
+    for group in (gate_up, down):
+        if "scale" in group and (fused.transposed or fused.interleaved):
+            raise fail("a transposed or interleaved fused tensor with scales is not read", UNREAD, group["scale"],
+                       "convert from the unquantised release of the model")  # fmt: skip
+    hidden, intermediate = tall.shape[1:][::-1] if fused.transposed else tall.shape[1:]
+    wanted = _wide_shape(fused, count, tall)
+    if wide.shape != wanted or tall.shape[0] != count:
         raise fail(
-            f"{list(wanted)} expected beside {family.fused.down} {list(down.shape)}, found {list(gate_up.shape)}",
-            "E0510",
-            gate_up,
+            f"{list(wanted)} expected beside {tall.name} {list(tall.shape)}, found {list(wide.shape)}", "E0510", wide,
             "download the checkpoint again: the two tensors do not belong together",
-        )
-    return ExpertShape(hidden, intermediate), count
+        )  # fmt: skip
+    if ("bias" in gate_up) != ("bias" in down):
+        raise fail("one of the two fused tensors has a bias, the other has none", "E0508", None,
+                   "download the checkpoint again: it is incomplete")  # fmt: skip
+    bias = down.get("bias")
+    shape = ExpertShape(hidden, intermediate, None if bias is None else bias.dtype)
+    _check_bias(gate_up, (count, 2 * intermediate), shape, fail)
+    _check_bias(down, (count, hidden), shape, fail)
+    return LayerSource(*key, found.prefix, count, shape, family.parts, fused, gate_up, down)
 
 
-def _split_shape(split: dict[tuple[int, str], SourceTensor], fail: Failure) -> ExpertShape:
-    first = split[0, "down"]
-    if len(first.shape) != 2 or 0 in first.shape:
-        raise fail(
-            f"a non-empty [hidden, intermediate] matrix expected, found {list(first.shape)}",
-            "E0510",
-            first,
-            "download the checkpoint again",
-        )
-    shape = ExpertShape(first.shape[0], first.shape[1])
-    for (_, part), tensor in split.items():
-        if tensor.shape != shape.matrix(part):
+def _wide_shape(fused: Fused, count: int, down: SourceTensor) -> tuple[int, ...]:
+    """The shape of gate_up beside a down of this shape."""
+    first, second = down.shape[1:]
+    return (count, second, 2 * first) if fused.transposed else (count, 2 * second, first)
+
+
+def _check_bias(group: Tensors, wanted: tuple[int, ...], shape: ExpertShape, fail: Failure) -> None:
+    bias = group.get("bias")
+    if bias is None:
+        return
+    if bias.dtype not in FLOATS or bias.dtype != shape.bias_dtype or bias.shape != wanted:
+        raise fail(f"a bias {shape.bias_dtype} {list(wanted)} expected, found {bias.dtype} {list(bias.shape)}", "E0510",
+                   bias, "download the checkpoint again")  # fmt: skip
+
+
+def _check_types(group: Tensors, fail: Failure) -> None:
+    """Weights are floats, or codes with a scale; scales and zero points are of types that can be read exactly."""
+    weight, scale, zero = group["weight"], group.get("scale"), group.get("zero")
+    unquantised = "convert from the unquantised release of the model"
+    if weight.dtype in KINDS:
+        if scale is None:
+            raise fail(f"a weight_scale_inv or weight_scale beside {weight.dtype} codes expected, found none", "E0513",
+                       weight, "download the checkpoint again: codes mean nothing without their scale")  # fmt: skip
+        if scale.dtype not in SCALE_DTYPES:
             raise fail(
-                f"{list(shape.matrix(part))} expected as in expert 0, found {list(tensor.shape)}",
-                "E0510",
-                tensor,
-                "download the checkpoint again: this expert does not belong to the layer",
+                f"a scale in {', '.join(SCALE_DTYPES)} expected, found {scale.dtype}", UNREAD, scale, unquantised
             )
-    return shape
+        if zero is not None and (weight.dtype != "I8" or zero.dtype != "I8"):
+            raise fail(f"zero points in I8 beside I8 codes expected, found {zero.dtype}", UNREAD, zero, unquantised)
+    elif weight.dtype not in FLOATS:
+        known = ", ".join((*FLOATS, *KINDS))
+        raise fail(f"expert weights in {known} expected, found {weight.dtype}", UNREAD, weight, unquantised)
+    elif scale is not None or zero is not None:
+        extra = scale or zero
+        raise fail(f"codes beside this scale expected, found {weight.dtype} weights", "E0513", extra,
+                   "download the checkpoint again: weights and scales do not belong together")  # fmt: skip
+
+
+def _scales(
+    checkpoint: Checkpoint, layer: LayerSource, fail: Failure
+) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """Grid and block of every scale tensor of the layer; checks zero points too."""
+    stated = block_size(checkpoint.config)
+    resolved: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+
+    def one(group: Tensors, rows: int, columns: int, lead: tuple[int, ...]) -> None:
+        scale, zero = group.get("scale"), group.get("zero")
+        if scale is not None:
+            # a scalar has no first axis to take apart: it serves one matrix only
+            dims = scale.shape[1:] if lead and scale.shape[:1] == lead else scale.shape if not lead else None
+            found = None if dims is None else resolve(dims, rows, columns, stated)
+            if found is None:
+                raise fail(
+                    f"a scale [], [1], [{rows}], [{rows}, 1] or a block grid for {group['weight'].name} "
+                    f"{list(group['weight'].shape)} expected, found {list(scale.shape)} (weight_block_size {stated})",
+                    "E0515", scale, "correct weight_block_size in config.json, or download the checkpoint again",
+                )  # fmt: skip
+            resolved[scale.name] = found
+        if zero is not None and (lead or zero.shape not in ((rows,), (rows, 1))):
+            raise fail(f"zero points [{rows}, 1] expected, found {list(zero.shape)}", "E0515", zero,
+                       "convert from the unquantised release of the model")  # fmt: skip
+
+    if layer.is_fused:
+        one(layer.gate_up, 2 * layer.shape.intermediate, layer.shape.hidden, (layer.count,))
+        one(layer.down, layer.shape.hidden, layer.shape.intermediate, (layer.count,))
+    for (_, part), group in layer.split.items():
+        one(group, *layer.shape.matrix(part), ())
+    return resolved
 
 
 def _check_count(
@@ -291,10 +338,8 @@ def _check_count(
     if wanted is not None and wanted != layer.count:
         source = "config.json" if router is None else router.name
         raise fail(
-            f"{wanted} experts expected from {source}, found {layer.count}",
-            "E0509",
-            None,
+            f"{wanted} experts expected from {source}, found {layer.count}", "E0509", None,
             "download the checkpoint again: experts are missing, or it does not belong to its config",
-        )
+        )  # fmt: skip
     if stated is not None and stated != layer.count:
         warnings.append(f"{layer.prefix}: {layer.count} experts, config.json says {stated}; running will be refused")

@@ -22,16 +22,18 @@ def no_dense_layers(config: Config) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Names of fused expert tensors below the experts module, and how they are stored.
+    """Full tails (below a layer) of fused expert tensors, and how they are stored.
 
     Plain: gate_up [E, 2I, H] and down [E, H, I]. `transposed`: [E, H, 2I] and [E, I, H]. `interleaved`: gate and up
-    rows alternate (g0, u0, g1, u1); else all gate rows come first.
+    rows alternate (g0, u0, g1, u1); else all gate rows come first. `either_way`: releases store them as `transposed`
+    says, others the other way round. One shape says nothing where 2I == H or I == H, the two together always do.
     """
 
-    gate_up: str = "gate_up_proj"
-    down: str = "down_proj"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
     transposed: bool = False
     interleaved: bool = False
+    either_way: bool = False
     gate_up_bias: str | None = None
     down_bias: str | None = None
 
@@ -41,8 +43,9 @@ class Family:
     """Names, fusion, orientation, interleaving and count fields of one family of models.
 
     `experts` is the path of the experts module below a layer; `router` the full tail of the router's weight, whose
-    rows are the experts; `parts` the names of gate, up and down of one expert. `known` are patterns (matched against a
-    whole name, layer numbers included) of tensors that are expected and copied; any other name is copied as unknown.
+    rows are the experts; `parts` the names of gate, up and down of one expert, in the container too; `loads_parts`
+    whether transformers understands these names (else they are ours). `known` are patterns (matched against a whole
+    name, layer numbers included) of tensors that are expected and copied; any other name is copied as unknown.
     """
 
     name: str
@@ -51,8 +54,9 @@ class Family:
     experts: str = "mlp.experts"
     router: str = "mlp.gate.weight"
     parts: tuple[str, str, str] = PART_NAMES
+    loads_parts: bool = True
     fused: Fused | None = None
-    count_fields: tuple[str, ...] = ("num_experts",)
+    count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
     decoders: tuple[str, ...] = DECODERS
     mtp: tuple[str, ...] = ("mtp.layers",)
     mtp_as_extra_layer: bool = False
@@ -66,6 +70,14 @@ class Family:
                 return int(config[field])
         return None
 
+    @property
+    def markers(self) -> frozenset[str]:
+        """Path parts that only routed experts have: a name with one of them must be claimed, or the plan is refused."""
+        own = self.experts.rsplit(".", 1)[-1]
+        tails = () if self.fused is None else (self.fused.gate_up, self.fused.down)
+        others = {t.removesuffix(".weight").rsplit(".", 1)[-1] for t in tails if own not in t.split(".")}
+        return frozenset({own} | others)
+
     def known_name(self, name: str) -> bool:
         """Whether the whole name matches one of the patterns of `known`."""
         return any(re.fullmatch(pattern, name) for pattern in self.known)
@@ -78,6 +90,22 @@ def sparse_step_dense_layers(config: Config) -> frozenset[int]:
     return frozenset(n for n in range(int(config.get("num_hidden_layers", 0))) if n in dense or (n + 1) % step)
 
 
+def first_k_dense_layers(config: Config) -> frozenset[int]:
+    """Dense layers of DeepSeek's and GLM's models: the first `first_k_dense_replace`, and all but every
+    `moe_layer_freq`-th of the others."""
+    first, step = int(config.get("first_k_dense_replace") or 0), config.get("moe_layer_freq") or 1
+    step = step if isinstance(step, int) else 1
+    return frozenset(n for n in range(int(config.get("num_hidden_layers", 0))) if n < first or n % step)
+
+
+SHARED_EXPERT = r"mlp\.(gate\.weight|shared_expert\.(gate|up|down)_proj\.weight|shared_expert_gate\.weight)"
+SHARED_EXPERTS = r"mlp\.shared_experts\.(gate|up|down)_proj\.weight"
+BIASED_ROUTER = r"mlp\.gate\.(weight|e_score_correction_bias)"
+EXTRA_LAYER = r"(embed_tokens|enorm|hnorm|eh_proj|shared_head\.(norm|head))\.weight"
+LATENT_ATTENTION = (
+    r"self_attn\.(q_proj|q_a_proj|q_a_layernorm|q_b_proj|kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj|o_proj)"
+    r"\.(weight|bias)"
+)
 DENSE_MLP = r"mlp\.(gate|up|down)_proj\.weight"
 ATTENTION = r"self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight|sinks)"
 NORMS = r"(input|post_attention)_layernorm\.weight"

@@ -7,6 +7,7 @@ on how many there are. What is in memory is workers x (one expert in + one recor
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -14,64 +15,19 @@ from functools import partial
 
 import numpy as np
 
-from pagestone.convert.checkpoint import SourceTensor
-from pagestone.convert.experts import MatrixSource
+from pagestone.convert.dense import pieces
+from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import FinishedFile, WorkDirectory, machine_errors, write_durably
 from pagestone.convert.reading import ExpertReader, SourceFiles, page_buffer
 from pagestone.convert.writing import CHUNK, OutputFile, StreamWriter
-from pagestone.formats.codecs import Codec, EncodeStats
 from pagestone.formats.digests import digest, layer_digest
-from pagestone.formats.dtypes import VIEWS, Array, item_size
-from pagestone.formats.errors import DataError, NonFiniteError
-from pagestone.formats.layout import PARTS, LayerLayout, RecordLayout
+from pagestone.formats.dtypes import VIEWS, Array
+from pagestone.formats.errors import DataError
+from pagestone.formats.layout import PARTS, LayerLayout
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call, from any worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedExpert:
-    """What is known of an expert once its record is made: sidecar rows and statistics by part."""
-
-    row_sums: dict[str, Array]
-    stats: dict[str, EncodeStats]
-
-
-def encode_expert(
-    codec: Codec, layout: RecordLayout, matrices: dict[str, tuple[Array, MatrixSource]], record: memoryview
-) -> EncodedExpert:
-    """Fill a record buffer (`layout.stride` bytes, pads already zero) from an expert's three source matrices.
-
-    Raises `DataError` naming the source tensor, the row and the column where a weight is NaN or Inf.
-    """
-    sums: dict[str, Array] = {}
-    stats: dict[str, EncodeStats] = {}
-    for part in PARTS:
-        array, origin = matrices[part]
-        out: dict[str, Array] = {}
-        for slot in layout.of_part(part):
-            if slot.role != "bias":
-                raw = np.frombuffer(record[slot.offset : slot.offset + slot.nbytes], VIEWS[slot.dtype])
-                out[slot.role] = raw.reshape(slot.shape)
-        for tensor in codec.sidecar(array.shape[0]):
-            sums[part] = out[tensor.role] = np.empty(tensor.shape, VIEWS[tensor.dtype])
-        try:
-            stats[part] = codec.encode(array, origin.tensor.dtype, out)
-        except NonFiniteError as error:
-            raise _non_finite(error, part, origin) from None
-    return EncodedExpert(sums, stats)
-
-
-def _non_finite(error: NonFiniteError, part: str, origin: MatrixSource) -> DataError:
-    return DataError(
-        f"finite weights expected, found {error.value} in {part} at row {error.row}, column {error.column} "
-        f"({error.count} such values in this matrix)",
-        code="E0702",
-        file=origin.tensor.file,
-        tensor=origin.tensor.name,
-        remedy="the source is damaged: download it again, or ask its publisher; nothing was published",
-    )
 
 
 class LayerWriter:
@@ -88,6 +44,7 @@ class LayerWriter:
         self._file.write(padded, 0)
         self._records: list[bytes] = [b""] * self.layout.count
         self._stats: list[tuple[float, ...]] = [()] * self.layout.count
+        self._notes: Counter[str] = Counter()
         self._left = self.layout.count
         self._lock = threading.Lock()
         self._sums: dict[str, Array] = {
@@ -108,6 +65,7 @@ class LayerWriter:
             down[expert] = encoded.row_sums["down"]
         self._file.write(record, self.layout.record_offset(expert))
         with self._lock:
+            self._notes += encoded.notes
             self._left -= 1
             return self._left == 0
 
@@ -124,12 +82,10 @@ class LayerWriter:
             finally:
                 writer.close()
         self._file.finish()
-        whole = layer_digest(self._head, self._records)
-        self._work.record(
-            FinishedFile(
-                target.name, target.nbytes, whole.hex(), tuple(r.hex() for r in self._records), tuple(self._stats)
-            )
-        )
+        whole = layer_digest(self._head, self._records).hex()
+        records = tuple(r.hex() for r in self._records)
+        done = FinishedFile(target.name, target.nbytes, whole, records, tuple(self._stats), dict(self._notes))
+        self._work.record(done)
 
     def close(self) -> None:
         """Give up without promising anything; may be called after `finish`."""
@@ -147,7 +103,6 @@ class _Shared:
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     writers: list[LayerWriter] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
     def done(self, nbytes: int) -> None:
         """Report progress; one worker at a time, so that callbacks need no lock of their own."""
@@ -155,8 +110,8 @@ class _Shared:
             self.progress(nbytes)
 
 
-def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -> list[str]:
-    """Carry out a plan in a work directory whose job has begun; returns warnings about the data.
+def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -> None:
+    """Carry out a plan in a work directory whose job has begun; what was found in the data is noted in the journal.
 
     Files the journal already lists are left alone. Raises the first error of any worker, after all have stopped;
     finished files stay for the next run.
@@ -183,7 +138,6 @@ def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -
         shared.files.close()
         for writer in shared.writers:
             writer.close()
-    return shared.warnings
 
 
 Task = Callable[["_Hands"], None]
@@ -250,12 +204,7 @@ def _convert_expert(shared: _Shared, writer: LayerWriter, expert: int, hands: _H
     shared.done(nbytes)
 
 
-# -- dense tensors and side files: byte for byte ---------------------------------------------------------------------
-
-
-def _pieces(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, CHUNK):
-        yield offset + start, min(CHUNK, nbytes - start)
+# -- dense tensors and side files ------------------------------------------------------------------------------------
 
 
 def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
@@ -264,32 +213,20 @@ def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
         writer = StreamWriter(path, target.nbytes)
         try:
             writer.append(target.head())
-            buffer = hands.chunk
+            notes: Counter[str] = Counter()
             for tensor in target.tensors:
                 odd = 0
-                for offset, nbytes in _pieces(tensor.offset, tensor.nbytes):
+                for piece, read, non_finite in pieces(shared.files, tensor, hands.chunk):
                     if shared.stop.is_set():
                         return
-                    piece = buffer[:nbytes]
-                    shared.files.read_into(tensor.file, offset, piece)
-                    odd += count_non_finite(piece, tensor)
+                    odd += non_finite
                     writer.append(piece)
-                    shared.done(nbytes)
+                    shared.done(read)
                 if odd:
-                    shared.warnings.append(f"{tensor.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is")
-            shared.work.record(FinishedFile(target.name, target.nbytes, writer.finish().hex()))
+                    notes[f"{tensor.source.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is"] = odd
+            shared.work.record(FinishedFile(target.name, target.nbytes, writer.finish().hex(), notes=dict(notes)))
         finally:
             writer.close()
-
-
-def count_non_finite(piece: memoryview, tensor: SourceTensor) -> int:
-    """NaN and Inf among whole elements of a float tensor (BF16, F16, F32; CHUNK is a multiple of their sizes)."""
-    exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}.get(tensor.dtype)
-    if exponent is None:
-        return 0
-    bits = np.frombuffer(piece, f"<u{item_size(tensor.dtype)}")
-    mask = bits.dtype.type(exponent)
-    return int(np.count_nonzero((bits & mask) == mask))
 
 
 def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
@@ -297,11 +234,11 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
     with machine_errors(path, "copying a side file"):
         writer = StreamWriter(path, nbytes)
         try:
-            buffer = hands.chunk
-            for offset, size in _pieces(0, nbytes):
-                shared.files.read_into(name, offset, buffer[:size])
-                writer.append(buffer[:size])
-                shared.done(size)
+            for start in range(0, nbytes, CHUNK):
+                piece = hands.chunk[: min(CHUNK, nbytes - start)]
+                shared.files.read_into(name, start, piece)
+                writer.append(piece)
+                shared.done(len(piece))
             shared.work.record(FinishedFile(name, nbytes, writer.finish().hex()))
         finally:
             writer.close()

@@ -15,14 +15,19 @@ from typing import Any
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CODE, CONFIG, INDEX, Checkpoint, SideFile, SourceTensor
-from pagestone.convert.experts import LayerSource, find_layers
+from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseTensor, sort_dense
+from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
+from pagestone.convert.foreign import refuse_foreign
+from pagestone.convert.scales import contradicted
+from pagestone.convert.sources import LayerSource, MatrixSource
 from pagestone.formats.codecs import Codec, ConfigFacts
-from pagestone.formats.dtypes import FLOATS, item_size
+from pagestone.formats.dtypes import item_size
 from pagestone.formats.errors import LayoutError, RequestError
 from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, ExpertShape, record_layout, tensor_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST
+from pagestone.formats.quantised import KINDS
 from pagestone.formats.safetensors_header import build_header
 
 DENSE_SHARD = 4 << 30
@@ -34,6 +39,7 @@ PARQUET_ROW = 200
 """Bytes: a generous estimate of one row of experts.parquet, for the disk space check only."""
 
 CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED = "converted", "copied", "copied unknown", "decoded", "excluded"
+ACTIVATION_RULE = (EXCLUDED, "activation scale: containers are weight-only", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class DenseTarget:
     """One shard of dense tensors, written in the order of `tensors`."""
 
     name: str
-    tensors: tuple[SourceTensor, ...]
+    tensors: tuple[DenseTensor, ...]
     nbytes: int
 
     def head(self) -> bytes:
@@ -113,8 +119,8 @@ class Plan:
 
     @property
     def lossless(self) -> bool:
-        """Whether every expert weight survives exactly."""
-        return all(dtype in self.codec.lossless_from for t in self.layers for dtype in t.source.dtypes)
+        """Whether every expert weight survives exactly, if no matrix has to be requantised because of its data."""
+        return all(_treatment(self.codec, m)[0] for t in self.layers for m in t.source.matrices())
 
     @property
     def source_facts(self) -> dict[str, Any]:
@@ -142,50 +148,48 @@ def make_plan(
     converted (unknown family, not MoE, element types or shapes the codec cannot take) and `DataError` for what is
     broken; see `find_layers`.
     """
+    refuse_foreign(checkpoint)
     family = _family(checkpoint)
-    found, warnings = find_layers(checkpoint, family)
+    experts = find_layers(checkpoint, family)
+    found, warnings = list(experts.layers), list(experts.warnings)
     kept = found
     if layers is not None:
         kept = _select(found, layers, checkpoint)
         layers = (layers[0], min(layers[1], 1 + max(s.layer for s in found if s.block == "layers")))
+    forms = [form for s in kept for m in s.matrices() if (form := m.form) is not None]
+    codec = codec.for_scales({f.scale_dtype for f in forms if codec.adopts(f) is None})
     width = len(str(max(s.layer for s in found)))
     targets = tuple(_layer_target(checkpoint, codec, source, width) for source in kept)
-    by_tensor = {t.name: layer_file_name(s.block, s.layer, width) for s in found for t in s.tensors}
-    written = {target.name for target in targets}
 
-    dense = [t for t in checkpoint.tensors.values() if t.name not in by_tensor]
+    routed = {t.name for s in found for t in s.tensors} | experts.activation_scales
+    dense, fates = sort_dense(checkpoint, [n for n in checkpoint.tensors if n not in routed], codec)
     shards = _dense_targets(dense)
-    home = {t.name: shard.name for shard in shards for t in shard.tensors}
-    dispositions = []
-    for name in sorted(checkpoint.tensors, key=natural):
-        tensor = checkpoint.tensors[name]
-        if name not in by_tensor:
-            fate, rule = (COPIED, f"{family.name}: dense") if family.known_name(name) else (UNKNOWN, "no rule knows it")
-            dispositions.append(Disposition(tensor, fate, rule, home[name]))
-        elif by_tensor[name] in written:
-            dispositions.append(Disposition(tensor, CONVERTED, f"{family.name}: routed expert", by_tensor[name]))
-        else:
-            dispositions.append(Disposition(tensor, EXCLUDED, "--layers: experts of a layer not asked for", None))
+    rules = _expert_rules(family, codec, found, targets, width)
+    rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
+    rules |= _dense_rules(family, fates, {t.name: shard.name for shard in shards for t in shard.tensors})
+    dispositions = [Disposition(checkpoint.tensors[n], *rules[n]) for n in sorted(checkpoint.tensors, key=natural)]
     side = tuple(
         SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
     )
     for shard in [*checkpoint.shards, *(f.name for f in side)]:
-        if OUR_NAMES.fullmatch(shard):
+        if OUR_NAMES.fullmatch(shard) and not checkpoint.container:
             raise RequestError(
                 "the source has a file named like one of a container's",
                 code="E0604",
                 file=checkpoint.path / shard,
                 remedy="rename it, or leave it out of the source",
             )
-    if checkpoint.text_config.get("mtp_num_hidden_layers") and not any(s.block == "mtp" for s in found):
+    announced = "num_nextn_predict_layers" if family.mtp_as_extra_layer else "mtp_num_hidden_layers"
+    if checkpoint.text_config.get(announced) and not any(s.block == "mtp" for s in found):
         warnings.append("config.json announces a multi-token-prediction block, the checkpoint has none")
     unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
     if unknown:
         warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {unknown[0]}")
-    if checkpoint.config.get("quantization_config") or checkpoint.text_config.get("quantization_config"):
-        warnings.append("config.json states a quantization_config, but the experts are plain floats; the types decide")
+    contradiction = contradicted(checkpoint.config, {f.kind for f in forms})
+    if contradiction is not None and not checkpoint.container:
+        warnings.append(contradiction)
     generated = {
-        CONFIG: _config(checkpoint, codec, dense, targets),
+        CONFIG: _config(checkpoint, codec, dense, targets, family.loads_parts and layers is None),
         INDEX: _index(targets, shards),
     }
     return Plan(
@@ -215,7 +219,7 @@ def _family(checkpoint: Checkpoint) -> Family:
             file=checkpoint.path,
             remedy="convert a Mixture-of-Experts checkpoint",
         )
-    shown = sorted({re.sub(r"\d+", "N", n) for n in names})[:6]
+    shown = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "N", n) for n in names})[:6]
     known = ", ".join(sorted({f.name for f in families.registry().values()}))
     raise RequestError(
         f"model type {model_type!r} is of no family known here ({known}); expert-like tensors: {', '.join(shown)}",
@@ -239,29 +243,72 @@ def _select(found: list[LayerSource], span: tuple[int, int], checkpoint: Checkpo
     return kept
 
 
+def _treatment(codec: Codec, matrix: MatrixSource) -> tuple[bool, str]:
+    """(whether its values survive exactly, what becomes of it) of one expert matrix."""
+    form = matrix.form
+    if form is None:
+        exact = matrix.tensor.dtype in codec.lossless_from
+        return exact, "kept" if exact else codec.verb
+    reason = codec.adopts(form)
+    if reason is None:
+        return True, "passed through"
+    return False, f"requantised ({reason})" if codec.verb == Codec.verb else codec.verb
+
+
+def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) -> dict[str, tuple[str, str, str | None]]:
+    """(fate, rule, target) of every other tensor by name, from what `sort_dense` decided."""
+    rules: dict[str, tuple[str, str, str | None]] = {}
+    for name, fate in fates.items():
+        if fate == ACTIVATION:
+            rules[name] = ACTIVATION_RULE
+        elif fate == COPY:
+            stem, _, tail = name.rpartition(".")
+            known = family.known_name(f"{stem}.weight" if tail.startswith("weight_scale") else name)
+            words = (COPIED, f"{family.name}: dense") if known else (UNKNOWN, "no rule knows it")
+            rules[name] = (*words, home[name])
+        else:
+            rule = "dense codes, rounded once to BF16" if fate == DECODE else "scale of decoded codes, consumed"
+            rules[name] = (DECODED, rule, home.get(name))
+    return rules
+
+
+def _expert_rules(
+    family: Family, codec: Codec, found: list[LayerSource], targets: tuple[LayerTarget, ...], width: int
+) -> dict[str, tuple[str, str, str | None]]:
+    """(fate, rule, target) of every expert tensor by name."""
+    written = {target.name for target in targets}
+    rules: dict[str, tuple[str, str, str | None]] = {}
+    for source in found:
+        file = layer_file_name(source.block, source.layer, width)
+        if file not in written:
+            skipped = (EXCLUDED, "--layers: experts of a layer not asked for", None)
+            rules |= {t.name: skipped for t in source.tensors}
+            continue
+        for matrix in source.matrices():
+            exact, words = _treatment(codec, matrix)
+            rule = (CONVERTED, f"{family.name}: routed expert, {words}", file)
+            for r in matrix.ranges:
+                # gate and up of a fused tensor may be treated differently: the one that loses is the one to tell
+                if r.tensor.name not in rules or not exact:
+                    rules[r.tensor.name] = rule
+    return rules
+
+
 def _layer_target(checkpoint: Checkpoint, codec: Codec, source: LayerSource, width: int) -> LayerTarget:
-    for tensor in source.tensors:
-        if tensor.dtype not in FLOATS:
-            raise RequestError(
-                f"expert weights in {' or '.join(FLOATS)} expected, found {tensor.dtype}",
-                code="E0605",
-                file=checkpoint.path / tensor.file,
-                tensor=tensor.name,
-                remedy="convert from the unquantised checkpoint",
-            )
-    file = LayerFile(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.family.parts)
+    file = LayerFile(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names)
     name = layer_file_name(source.block, source.layer, width)
     try:
         nbytes = file.layout().file_size
         sidecar = sidecar_name(name) if file.sidecar_tensors() else None
     except LayoutError as error:
-        raise LayoutError(error.message, code=error.code, file=checkpoint.path, tensor=source.prefix,
-                          remedy=error.remedy) from None  # fmt: skip
+        raise LayoutError(
+            error.message, code=error.code, file=checkpoint.path, tensor=source.prefix, remedy=error.remedy
+        ) from None
     sums = 4 * source.count * sum(source.shape.matrix(p)[0] for p in PARTS)
     return LayerTarget(name, file, source, nbytes, sidecar, len(file.sidecar_head()) + sums if sidecar else 0)
 
 
-def _dense_head(tensors: tuple[SourceTensor, ...]) -> bytes:
+def _dense_head(tensors: tuple[DenseTensor, ...]) -> bytes:
     entries, position = [], 0
     for tensor in tensors:
         entries.append((tensor.name, tensor.dtype, tensor.shape, position, position + tensor.nbytes))
@@ -269,12 +316,12 @@ def _dense_head(tensors: tuple[SourceTensor, ...]) -> bytes:
     return build_header(entries, {"format": "pt"}, PAGE)
 
 
-def _dense_targets(dense: list[SourceTensor]) -> tuple[DenseTarget, ...]:
+def _dense_targets(dense: list[DenseTensor]) -> tuple[DenseTarget, ...]:
     """Shards filled in natural order of names; within one, wider elements first so that all stay aligned.
 
     Neither depends on how the source was sharded.
     """
-    groups: list[list[SourceTensor]] = []
+    groups: list[list[DenseTensor]] = []
     room = 0
     for tensor in sorted(dense, key=lambda t: natural(t.name)):
         if not groups or tensor.nbytes > room:
@@ -296,38 +343,60 @@ def _width(dtype: str) -> int:
 
 
 def config_facts(
-    dense: Iterable[tuple[str, tuple[int, ...]]], shapes: Iterable[ExpertShape], part_names: tuple[str, str, str]
+    dense: Iterable[tuple[str, str, tuple[int, ...]]], shapes: Iterable[ExpertShape], part_names: tuple[str, str, str]
 ) -> ConfigFacts:
-    """What codecs need for a `quantization_config`: from (name, shape) of every dense tensor, and the experts."""
+    """What codecs need for a `quantization_config`: from (name, dtype, shape) of the dense tensors, and experts."""
     modules: set[str] = set()
-    for name, dims in dense:
-        if name.endswith(".weight") and len(dims) >= 2:
+    matrices = {shape.matrix(part) for shape in shapes for part in PARTS}
+    for name, dtype, dims in dense:
+        if dtype == "F8_E4M3" and len(dims) == 2:
+            matrices.add((dims[0], dims[1]))  # dense codes that are kept need the same promises
+        if name.endswith(".weight") and len(dims) >= 2 and dtype not in KINDS:
             module = name.removesuffix(".weight")
             # transformers strips the nesting when it loads the text model alone: both spellings must match
             modules |= {module, module.replace("model.language_model.", "model.", 1)}
-    matrices = {shape.matrix(part) for shape in shapes for part in PARTS}
     return ConfigFacts(tuple(sorted(modules, key=natural)), tuple(sorted(matrices)), part_names)
 
 
-def config_with(config: dict[str, Any], stated: dict[str, Any] | None) -> dict[str, Any]:
-    """A config with this quantization_config, at top level and in text_config, and no other."""
+LOADABLE_BY = "loadable_by"
+"""Key of a `quantization_config` that says nobody but pagestone finds the experts."""
+
+
+def stated_config(codec: Codec, facts: ConfigFacts, loadable: bool) -> dict[str, Any] | None:
+    """The codec's `quantization_config`; for a container that is not `loadable` one at which transformers raises.
+
+    Where transformers does not know the experts' names, or where experts are left out, it would fill them with random
+    numbers and warn. A `quantization_config` without `quant_method` makes it raise (an unknown method does not).
+    """
+    stated = codec.quantization_config(facts)
+    if loadable:
+        return stated
+    rest = {key: value for key, value in (stated or {}).items() if key != "quant_method"}
+    return {LOADABLE_BY: "pagestone"} | rest
+
+
+def config_with(config: dict[str, Any], stated: dict[str, Any] | None, keys: Iterable[str]) -> dict[str, Any]:
+    """A config with this quantization_config under each of `keys`, at top level and in text_config, and no other."""
     result = dict(config)
     places = [result]
     if isinstance(result.get("text_config"), dict):
         result["text_config"] = dict(result["text_config"])
         places.append(result["text_config"])
     for place in places:
-        place.pop("quantization_config", None)
+        for key in ("quantization", "quantization_config", "compression_config"):
+            place.pop(key, None)
         if stated is not None:
-            place["quantization_config"] = stated
+            place |= dict.fromkeys(keys, stated)
     return result
 
 
-def _config(checkpoint: Checkpoint, codec: Codec, dense: list[SourceTensor], targets: tuple[LayerTarget, ...]) -> bytes:
+def _config(
+    checkpoint: Checkpoint, codec: Codec, dense: list[DenseTensor], targets: tuple[LayerTarget, ...], loadable: bool
+) -> bytes:
     """The source's config.json with a truthful quantization_config."""
-    dense_shapes = ((t.name, t.shape) for t in dense)
+    dense_shapes = ((t.name, t.dtype, t.shape) for t in dense)
     facts = config_facts(dense_shapes, (t.source.shape for t in targets), targets[0].file.part_names)
-    config = config_with(checkpoint.config, codec.quantization_config(facts))
+    config = config_with(checkpoint.config, stated_config(codec, facts, loadable), codec.config_keys)
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pagestone.convert.checkpoint import open_checkpoint
+from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.pipeline import Progress, convert
 from pagestone.convert.plan import Plan, check_paths, make_plan
 from pagestone.convert.publish import (
@@ -42,6 +45,8 @@ class Outcome:
     state: str
     manifest: Manifest
     warnings: tuple[str, ...]
+    notes: dict[str, int] = field(default_factory=dict)
+    """Matrices of a quantised source by what became of them, see `convert.encode`."""
 
 
 def disk_space(output: Path) -> int:
@@ -63,20 +68,25 @@ def prepare(
     layers: tuple[int, int] | None = None,
     force: bool = False,
     include_code: bool = False,
+    merge_unlisted: bool = False,
+    sha256: bool = False,
     progress: Progress = lambda _: None,
     planned: Plan | None = None,
 ) -> Outcome:
     """Convert the checkpoint at `source` into a container at `output`.
 
     The same source, codec and options give the same container id whatever `workers` is. Raises `RequestError`,
-    `DataError` or `MachineError`; nothing is then published, and an older container at `output` is intact.
+    `DataError` or `MachineError`; nothing is then published, and an older container at `output` is intact. `sha256`
+    adds that digest of every file to the manifest; the container id does not depend on it.
     """
     if source.exists() and output.exists():
         check_paths(source, output)
     with machine_errors(output, "publishing the container"):
         completed = finish_interrupted(output)
     try:
-        plan = planned or plan_for(source, output, codec, layers=layers, include_code=include_code)
+        plan = planned or plan_for(
+            source, output, codec, layers=layers, include_code=include_code, merge_unlisted=merge_unlisted
+        )
     except PagestoneError:
         if completed is not None and not source.exists():
             return Outcome("finished publishing", completed, ())
@@ -89,6 +99,8 @@ def prepare(
         old = None  # a damaged manifest: whatever it named is overwritten, the rest is left
     if old is not None and not force:
         differing = _differences(old, plan)
+        if sha256 and any(f.sha256 is None for f in old.files.values()):
+            differing.append("--sha256")
         if differing:
             raise RequestError(
                 f"a container is here already, and its {', '.join(differing)} differ(s) from this job's",
@@ -113,17 +125,30 @@ def prepare(
             if fresh:
                 _withdraw(work, missing)
             raise
-        warnings = convert(plan, work, workers, progress)
+        convert(plan, work, workers, progress)
+        notes: Counter[str] = Counter()
+        for finished in work.finished.values():
+            notes.update(finished.notes)
+        warnings = sorted(notes.keys() - set(MATRIX_NOTES))
         with machine_errors(output, "publishing the container"):
-            manifest = assemble(plan, work)
+            manifest = assemble(plan, work, sha256=sha256)
             stale = set(old.files) - set(manifest.files) if old is not None else set()
             work.publish(manifest.to_bytes(), stale)
-    return Outcome("converted", manifest, (*plan.warnings, *warnings))
+    counted = {what: notes[what] for what in MATRIX_NOTES if notes[what]}
+    return Outcome("converted", manifest, (*plan.warnings, *warnings), counted)
 
 
-def plan_for(source: Path, output: Path, codec: Codec, *, layers: tuple[int, int] | None, include_code: bool) -> Plan:
+def plan_for(
+    source: Path,
+    output: Path,
+    codec: Codec,
+    *,
+    layers: tuple[int, int] | None,
+    include_code: bool,
+    merge_unlisted: bool = False,
+) -> Plan:
     """The plan of a conversion, after the checks that concern both ends."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, merge_unlisted=merge_unlisted)
     check_paths(source, output)
     return make_plan(checkpoint, codec, layers=layers, include_code=include_code)
 
@@ -194,8 +219,11 @@ def _withdraw(work: WorkDirectory, made: list[Path]) -> None:
             return  # somebody else put something there meanwhile
 
 
-def assemble(plan: Plan, work: WorkDirectory) -> Manifest:
-    """Write experts.parquet and make the manifest from the journal's digests."""
+def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
+    """Write experts.parquet and make the manifest from the journal's digests.
+
+    `sha256` reads every file back: workers write records in any order, and SHA-256 has no order but one.
+    """
     write_experts(work.file(EXPERTS), expert_columns(plan, work.finished))
     raw = work.file(EXPERTS)
     with raw.open("rb") as handle:
@@ -208,15 +236,22 @@ def assemble(plan: Plan, work: WorkDirectory) -> Manifest:
     }
     files[EXPERTS] = FileDigest(raw.stat().st_size, hasher.digest())
     sync_directory(work.path)
+    if sha256:
+        files = {name: replace(known, sha256=_sha256(work.file(name))) for name, known in files.items()}
     return Manifest(
         codec=plan.codec.name,
         parameters=plan.codec.parameters,
-        lossless=plan.lossless,
+        lossless=plan.lossless and not any(f.notes.get(REQUANTISED) for f in work.finished.values()),
         partial=plan.partial,
         source=plan.source_facts,
         layers=tuple(LayerEntry(t.name, t.file.block, t.file.layer, t.file.count, t.sidecar) for t in plan.layers),
         files=files,
     )
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").digest()
 
 
 def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:

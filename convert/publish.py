@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class FinishedFile:
     """A file that is complete and durable in the work directory.
 
     `xxh3` is hexadecimal. Layer files also carry the digest of every record and, for each expert in order, squared
-    error and squared norm of gate, up and down.
+    error and squared norm of gate, up and down. `notes` counts what the user must be told about the data.
     """
 
     name: str
@@ -41,6 +41,7 @@ class FinishedFile:
     xxh3: str
     records: tuple[str, ...] = ()
     stats: tuple[tuple[float, ...], ...] = ()
+    notes: dict[str, int] = field(default_factory=dict)
 
 
 def machine_error(error: OSError, path: str | os.PathLike[str], doing: str) -> MachineError:
@@ -164,6 +165,7 @@ class WorkDirectory:
                     line["xxh3"],
                     tuple(line["records"]),
                     tuple(tuple(s) for s in line["stats"]),
+                    dict(line["notes"]),
                 )
                 for line in lines[1:]
             ]

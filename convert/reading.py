@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pagestone.convert.experts import LayerSource, MatrixSource
 from pagestone.convert.publish import machine_errors
+from pagestone.convert.sources import LayerSource, MatrixSource, Range
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, align_up
+from pagestone.formats.quantised import Quantised, scale_values
 
 ALIGNMENT = 64
 """Bytes: where a range begins in its buffer, so that kernels may use any vector load."""
@@ -58,6 +61,34 @@ class SourceFiles:
                 done += got
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedMatrix:
+    """One matrix in memory: `array` [R, C] contiguous, floats or codes; `quantised` if they are codes; its bias [R]."""
+
+    origin: MatrixSource
+    array: Array
+    quantised: Quantised | None
+    bias: Array | None
+
+
+def load(m: MatrixSource, array: Callable[[Range], Array]) -> LoadedMatrix:
+    """Take a matrix out of what was read: oriented, de-interleaved, with its scales as float32."""
+    matrix = _oriented(m, array(m.at))
+    quantised = None
+    if m.form is not None and m.scale is not None:
+        scales = scale_values(array(m.scale.at), m.scale.at.tensor.dtype)
+        zero = None if m.zero is None else array(m.zero).reshape(-1)
+        quantised = Quantised(m.form, matrix, scales, zero)
+    bias = None if m.bias is None else _oriented(m.bias, array(m.bias.at)).reshape(-1)
+    return LoadedMatrix(m, matrix, quantised, bias)
+
+
+def _oriented(m: MatrixSource, stored: Array) -> Array:
+    if m.plain and stored.shape == (m.rows, m.columns):
+        return stored
+    return np.ascontiguousarray((stored.T if m.transposed else stored)[m.start :: m.step][: m.rows])
+
+
 class ExpertReader:
     """Reads one expert at a time into one buffer; one per worker."""
 
@@ -70,38 +101,32 @@ class ExpertReader:
         """Bytes of buffer that the largest expert of this layer takes; element types may differ between experts."""
 
         def of(expert: int) -> int:
-            ranges = {(m.tensor.file, m.offset): m.nbytes for m in (source.matrix(expert, p) for p in PARTS)}
+            ranges = {(r.tensor.file, r.offset): r.nbytes for p in PARTS for r in source.matrix(expert, p).ranges}
             return sum(align_up(n, ALIGNMENT) for n in ranges.values())
 
         # experts of a fused tensor are alike
-        return of(0) if source.gate_up is not None else max(map(of, range(source.count)))
+        return of(0) if source.is_fused else max(map(of, range(source.count)))
 
-    def read(self, source: LayerSource, expert: int) -> tuple[dict[str, tuple[Array, MatrixSource]], int]:
-        """(array [R, C] and its origin by part, bytes read). The arrays are valid until the next call.
+    def read(self, source: LayerSource, expert: int) -> tuple[dict[str, LoadedMatrix], int]:
+        """(the expert's matrices by part, bytes read). The arrays are valid until the next call.
 
         Neighbouring ranges are one read: gate and up of a fused tensor come in together.
         """
         wanted = {part: source.matrix(expert, part) for part in PARTS}
         places: dict[tuple[str, int], tuple[int, int]] = {}
         position = 0
-        for m in wanted.values():
-            key = (m.tensor.file, m.offset)
+        for r in (r for m in wanted.values() for r in m.ranges):
+            key = (r.tensor.file, r.offset)
             if key not in places:
-                places[key] = (position, m.nbytes)
-                position = align_up(position + m.nbytes, ALIGNMENT)
+                places[key] = (position, r.nbytes)
+                position = align_up(position + r.nbytes, ALIGNMENT)
         self._fill(places)
-        arrays = {}
-        for part, m in wanted.items():
-            at, nbytes = places[m.tensor.file, m.offset]
-            stored = np.frombuffer(self._buffer[at : at + nbytes], VIEWS[m.tensor.dtype]).reshape(m.stored)
-            rows, columns = source.shape.matrix(part)
-            matrix = (
-                stored
-                if m.plain
-                else np.ascontiguousarray((stored.T if m.transposed else stored)[m.start :: m.step][:rows])
-            )
-            arrays[part] = (matrix.reshape(rows, columns), m)
-        return arrays, sum(n for _, n in places.values())
+
+        def array(r: Range) -> Array:
+            at, nbytes = places[r.tensor.file, r.offset]
+            return np.frombuffer(self._buffer[at : at + nbytes], VIEWS[r.tensor.dtype]).reshape(r.shape)
+
+        return {part: load(m, array) for part, m in wanted.items()}, sum(n for _, n in places.values())
 
     def _fill(self, places: dict[tuple[str, int], tuple[int, int]]) -> None:
         pending: tuple[str, int, int, int] | None = None  # file, offset, buffer position, length

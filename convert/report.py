@@ -9,6 +9,7 @@ from typing import Any
 
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.prepare import Outcome, disk_space
+from pagestone.convert.sources import LayerSource
 
 FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
 
@@ -34,7 +35,7 @@ def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
         "layers": [
             {"file": t.name, "block": t.file.block, "layer": t.file.layer, "experts": t.file.count,
              "hidden": t.file.shape.hidden, "intermediate": t.file.shape.intermediate,
-             "layout": "fused" if t.source.gate_up is not None else "per-expert",
+             "layout": "fused" if t.source.is_fused else "per-expert", **_orientation(t.source),
              "source_dtypes": list(t.source.dtypes),
              "stride": t.file.layout().stride}
             for t in plan.layers
@@ -51,6 +52,11 @@ def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
             for d in plan.dispositions
         ],
     }  # fmt: skip
+
+
+def _orientation(source: LayerSource) -> dict[str, bool]:
+    fused = source.fused if source.is_fused else None
+    return {"transposed": bool(fused and fused.transposed), "interleaved": bool(fused and fused.interleaved)}
 
 
 def plan_text(plan: Plan, output: Path) -> str:
@@ -103,6 +109,7 @@ def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, A
         "bytes_out": sum(f.nbytes for f in m.files.values()),
         "seconds": round(seconds, 3),
         "warnings": list(outcome.warnings),
+        "matrices": outcome.notes,
     }
 
 
@@ -116,5 +123,10 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
         f"  {table['codec']}, {table['layers']} layers, {table['experts']} experts, {size(table['bytes_out'])}, "
         f"{seconds:.1f} s",
         f"  container id {table['container_id']}",
+        *(
+            ["  of the source's codes: " + ", ".join(f"{n} {what}" for what, n in outcome.notes.items())]
+            if outcome.notes
+            else []
+        ),
     ]
     return "\n".join(lines)

@@ -8,13 +8,13 @@ from pagestone.convert.family import (
     DENSE_MLP,
     NORMS,
     OUTER,
+    SHARED_EXPERT,
     Family,
     Fused,
     in_layers,
     sparse_step_dense_layers,
 )
 
-SHARED = r"mlp\.(gate\.weight|shared_expert\.(gate|up|down)_proj\.weight|shared_expert_gate\.weight)"
 LINEAR = r"linear_attn\.(A_log|dt_bias|(in_proj_(qkv|z|a|b)|conv1d|norm|out_proj)\.weight)"
 
 FAMILY = Family(
@@ -24,9 +24,9 @@ FAMILY = Family(
     dense_layers=sparse_step_dense_layers,
     known=(
         *OUTER,
-        *in_layers(NORMS, ATTENTION, LINEAR, SHARED, DENSE_MLP),
+        *in_layers(NORMS, ATTENTION, LINEAR, SHARED_EXPERT, DENSE_MLP),
         r"mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.weight",
-        rf"mtp\.layers\.\d+\.({NORMS}|{ATTENTION}|{SHARED})",
+        rf"mtp\.layers\.\d+\.({NORMS}|{ATTENTION}|{SHARED_EXPERT})",
         r"model\.visual\.(patch_embed|pos_embed|blocks\.\d+|merger|deepstack_merger_list\.\d+)\.[\w.]+",
     ),
 )

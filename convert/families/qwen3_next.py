@@ -1,0 +1,30 @@
+"""Qwen3-Next: Gated DeltaNet with its own projection names, per-expert names, a shared expert, an MTP block."""
+
+from __future__ import annotations
+
+from pagestone.convert.family import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    OUTER,
+    SHARED_EXPERT,
+    Family,
+    Fused,
+    in_layers,
+    sparse_step_dense_layers,
+)
+
+LINEAR = r"linear_attn\.(A_log|dt_bias|(in_proj_(qkvz|ba)|conv1d|norm|out_proj)\.weight)"
+
+FAMILY = Family(
+    name="qwen3_next",
+    model_types=("qwen3_next",),
+    fused=Fused(),
+    dense_layers=sparse_step_dense_layers,
+    known=(
+        *OUTER,
+        *in_layers(NORMS, ATTENTION, LINEAR, SHARED_EXPERT, DENSE_MLP),
+        r"mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.weight",
+        rf"mtp\.layers\.\d+\.({NORMS}|{ATTENTION}|{SHARED_EXPERT})",
+    ),
+)
