@@ -34,6 +34,8 @@ from pagestone.formats.manifest import MANIFEST, LayerEntry, Manifest, read_mani
 if TYPE_CHECKING:
     import torch
 
+    from pagestone.formats.safetensors_header import TensorEntry
+
 TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
     "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "F64": "float64",
@@ -107,8 +109,19 @@ class Matrix:
 
     def decode(self) -> F32:
         """float32 [rows, columns]: the values the codes stand for (a new array)."""
-        parts = {"codes": self.codes, "scales": self.scales, "biases": self.biases}
-        return self.codec.decode({k: v.array for k, v in parts.items() if v is not None}, self.rows, self.columns)
+        return self.codec.decode(self._stored("codes", "scales", "biases"), self.rows, self.columns)
+
+    def multiply(self, x: Array, *, out: Array | None = None, threads: int = 1) -> Array:
+        """x W^T [tokens, rows] straight from the codes, for tokens x [tokens, columns]: see `Codec.matmul`.
+
+        int8 without row sums computes them from the codes first, every time.
+        """
+        stored = self._stored("codes", "scales", "biases", "row_sums")
+        return self.codec.matmul(stored, x, self.rows, self.columns, out=out, threads=threads)
+
+    def _stored(self, *roles: str) -> dict[str, Array]:
+        views = {role: getattr(self, role) for role in roles}
+        return {role: view.array for role, view in views.items() if view is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,12 @@ class Expert:
     gate_up: Matrix
     record: Array
     """The whole record, uint8 [stride], pads included."""
+
+    @property
+    def inner(self) -> tuple[Matrix, ...]:
+        """What multiplies first: gate_up where one grid of scales describes both, else gate and up."""
+        whole = (self.gate.scales is None) == (self.gate_up.scales is None)
+        return (self.gate_up,) if whole else (self.gate, self.up)
 
 
 def _map(path: Path) -> Array:
@@ -138,7 +157,11 @@ def _slice(base: Array, offset: int, nbytes: int, dtype: str, shape: tuple[int, 
 
 
 class Layer:
-    """The routed experts of one layer. Its file is mapped and checked at the first use of anything but `entry`."""
+    """The routed experts of one layer.
+
+    Its table is read and checked at the first use of anything but `entry` and `path`, its file is mapped at the first
+    use of a view of it.
+    """
 
     def __init__(self, root: Path, entry: LayerEntry, manifest: Manifest) -> None:
         self._root, self.entry, self._manifest = root, entry, manifest
@@ -151,8 +174,8 @@ class Layer:
         return (self.expert(e) for e in range(len(self)))
 
     @cached_property
-    def _opened(self) -> tuple[LayerFile, LayerLayout, Array]:
-        path = self._root / self.entry.file
+    def _opened(self) -> tuple[LayerFile, LayerLayout]:
+        path = self.path
         file, layout = read_layer_file(path)
         entry, manifest = self.entry, self._manifest
         stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
@@ -171,7 +194,18 @@ class Layer:
                 file=path,
                 remedy="restore the manifest, or convert again",
             )
-        return file, layout, _map(path)
+        return file, layout
+
+    @cached_property
+    def _mapped(self) -> Array:
+        """The whole file, mapped when a view of it is first asked for, after its table was checked."""
+        _ = self._opened
+        return _map(self.path)
+
+    @property
+    def path(self) -> Path:
+        """Its file; nothing is opened."""
+        return self._root / self.entry.file
 
     @property
     def file(self) -> LayerFile:
@@ -189,19 +223,15 @@ class Layer:
         if self.entry.sidecar is None:
             return None
         path = self._root / self.entry.sidecar
-        entries, base = read_sidecar(path, self.file), _map(path)
-        gate_up, down = (entries[name] for name, _, _ in self.file.sidecar_tensors())
-        return {
-            "gate_up": _slice(base, gate_up.offset, gate_up.nbytes, gate_up.dtype, gate_up.shape),
-            "down": _slice(base, down.offset, down.nbytes, down.dtype, down.shape),
-        }
+        entries = read_sidecar(path, self.file)
+        return sidecar_views(self, _map(path), entries)
 
     # -- for engines -------------------------------------------------------------------------------------------------
 
     @property
     def pointer(self) -> int:
         """Address of record 0; record e is at `pointer + e * stride`. Valid while this layer object lives."""
-        return int(self._opened[2].ctypes.data) + self.layout.data_start
+        return int(self._mapped.ctypes.data) + self.layout.data_start
 
     @property
     def stride(self) -> int:
@@ -216,29 +246,33 @@ class Layer:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def expert(self, number: int) -> Expert:
-        """Views of one expert; IndexError if there is no such expert."""
+        """Views of one expert in the mapped file; IndexError if there is no such expert."""
         if not 0 <= number < len(self):
             raise IndexError(f"expert {number} of a layer of {len(self)}")
-        _, layout, base = self._opened
-        start = layout.record_offset(number)
-        record = base[start : start + layout.stride]
-        record.flags.writeable = False
-        gate, up, down = (self._matrix(base, start, number, part) for part in PARTS)
-        return Expert(number, gate, up, down, self._gate_up(base, start, number), record)
+        start = self.layout.record_offset(number)
+        return self.expert_in(self._mapped[start : start + self.stride], number, self.row_sums)
 
-    def _matrix(self, base: Array, start: int, number: int, part: str) -> Matrix:
-        views = {
-            s.role: _slice(base, start + s.offset, s.nbytes, s.dtype, s.shape) for s in self.layout.record.of_part(part)
-        }
+    def expert_in(self, record: Array, number: int, row_sums: Mapping[str, View] | None = None) -> Expert:
+        """Views of expert `number` in a copy of its record, uint8 [stride], wherever that copy lies.
+
+        Nothing is mapped. The matrices have row sums only if the sidecar's tensors are given as `row_sums`.
+        """
+        gate, up, down = (self._matrix(record, number, part, row_sums) for part in PARTS)
+        whole = record[:]
+        whole.flags.writeable = False
+        return Expert(number, gate, up, down, self._gate_up(record, number, row_sums), whole)
+
+    def _matrix(self, record: Array, number: int, part: str, row_sums: Mapping[str, View] | None) -> Matrix:
+        views = {s.role: _slice(record, s.offset, s.nbytes, s.dtype, s.shape) for s in self.layout.record.of_part(part)}
         rows, columns = self.file.shape.matrix(part)
         sums = None
-        if self.row_sums is not None:
-            array = self.row_sums["down" if part == "down" else "gate_up"].array[number]
+        if row_sums is not None:
+            array = row_sums["down" if part == "down" else "gate_up"].array[number]
             first = rows if part == "up" else 0
             sums = View(array[first : first + rows], "I32")
         return Matrix(self.file.codec, rows, columns, row_sums=sums, **views)
 
-    def _gate_up(self, base: Array, start: int, number: int) -> Matrix:
+    def _gate_up(self, record: Array, number: int, row_sums: Mapping[str, View] | None) -> Matrix:
         """gate and up are never separated in a record, so one view covers both."""
         rows, columns = self.file.shape.matrix("gate")
         tall = {t.role: t.shape for t in self.file.codec.tensors(TALL * rows, columns)}
@@ -248,8 +282,8 @@ class Layer:
         for role, first in gate.items():
             if _stacks(first, up[role], tall.get(role, (TALL * rows,))):
                 shape = (first.shape[0] + up[role].shape[0], *first.shape[1:])
-                views[role] = _slice(base, start + first.offset, 2 * first.nbytes, first.dtype, shape)
-        sums = None if self.row_sums is None else View(self.row_sums["gate_up"].array[number], "I32")
+                views[role] = _slice(record, first.offset, 2 * first.nbytes, first.dtype, shape)
+        sums = None if row_sums is None else View(row_sums["gate_up"].array[number], "I32")
         return Matrix(self.file.codec, 2 * rows, columns, row_sums=sums, **views)
 
 
@@ -261,6 +295,15 @@ def _stacks(gate: Slot, up: Slot, tall: tuple[int, ...]) -> bool:
     """
     adjacent = gate.offset + gate.nbytes == up.offset and gate.shape == up.shape
     return adjacent and (TALL * gate.shape[0], *gate.shape[1:]) == tuple(tall)
+
+
+def sidecar_views(layer: Layer, base: Array, entries: Mapping[str, TensorEntry]) -> dict[str, View]:
+    """`Layer.row_sums` of a sidecar whose bytes are `base` (uint8) and whose checked tensors are `entries`."""
+    tensors = (entries[name] for name, _, _ in layer.file.sidecar_tensors())
+    return {
+        name: _slice(base, t.offset, t.nbytes, t.dtype, t.shape)
+        for name, t in zip(("gate_up", "down"), tensors, strict=True)
+    }
 
 
 class Container:

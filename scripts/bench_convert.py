@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--codec", action="append", help="may be repeated; default: int8 and fp8")
+    parser.add_argument("--codec", action="append", help="may be repeated; default: every codec")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cold", action="store_true", help="empty the page cache before every run (root)")
@@ -181,7 +181,7 @@ def main() -> None:
             script = Path(__file__).with_name("make_true_shape.py")
             subprocess.run([sys.executable, str(script), str(source), "--layers", str(args.layers),
                             "--experts", str(args.experts)], check=True, stdout=sys.stderr)  # fmt: skip
-        results = [bench(codec, source, scratch, args) for codec in args.codec or ["int8", "fp8"]]
+        results = [bench(codec, source, scratch, args) for codec in args.codec or ["bf16", "fp8", "int8", "q3", "q4"]]
     facts = machine() | {"workers": args.workers, "source": "cold" if args.cold else "warm", "rounds": args.rounds}
     print(" ".join(f"{k}={v}" for k, v in facts.items()))
     print("| codec | in GB | out GB | wall s | floor s | wall / floor | GB/s of source | CPU s | peak RSS MiB |")

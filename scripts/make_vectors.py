@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
-from pagestone.formats.dtypes import VIEWS, f32_to_bf16
+from pagestone.formats.dtypes import VIEWS, f32_to_bf16, to_f32
 from pagestone.formats.layout import PARTS, record_layout
 from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, read_experts, write_experts
 from pagestone.formats.safetensors_header import build_header
@@ -48,12 +48,13 @@ def numbers(seed: int, *shape: int) -> Any:
 
 
 def write_source(root: Path, config: dict[str, Any], tensors: Mapping[str, Any], dtype: str) -> None:
-    """A checkpoint of one shard; `tensors` are float32, stored as `dtype` (BF16, F16 or F32)."""
+    """A checkpoint of one shard; `tensors` are float32, stored as `dtype` (BF16, F16 or F32), or (type, stored)."""
     root.mkdir(parents=True)
     entries, data = [], b""
     for name, values in tensors.items():
-        stored = f32_to_bf16(values) if dtype == "BF16" else values.astype(VIEWS[dtype])
-        entries.append((name, dtype, values.shape, len(data), len(data) + stored.nbytes))
+        kind, array = values if isinstance(values, tuple) else (dtype, values)
+        stored = f32_to_bf16(array) if kind == "BF16" else array.astype(VIEWS[kind])
+        entries.append((name, kind, array.shape, len(data), len(data) + stored.nbytes))
         data += stored.tobytes()
     (root / "model.safetensors").write_bytes(build_header(entries, {"format": "pt"}, 8) + data)
     (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -81,6 +82,28 @@ def special_fp8(gate: Any) -> None:
     gate[128:, 128:] = 3.3e38 * np.sign(gate[128:, 128:])
 
 
+def special_bf16(gate: Any) -> None:
+    """Rows 0 to 3 of a matrix: zeros of both signs, subnormals, the smallest normal, the largest number."""
+    gate[0] = 0
+    gate[0, ::2] = -0.0
+    gate[1] = (np.arange(gate.shape[1]) - 3) * np.float32(2.0**-133)
+    gate[2] = 2.0**-126 * np.sign(gate[2])
+    gate[3] = np.float32(3.3895314e38) * np.sign(gate[3])
+
+
+def special_affine(gate: Any) -> None:
+    """Rows 0 to 8 of a matrix: zeros, negative zeros, one value, subnormals, an outlier, one sign, large, steps."""
+    gate[0] = 0
+    gate[1] = -0.0
+    gate[2] = np.float32(-0.3)
+    gate[3] *= np.float32(2.0**-120)
+    gate[4, 5] = 40
+    gate[5] = np.abs(gate[5])
+    gate[6] = -np.abs(gate[6]) - 1
+    gate[7] *= np.float32(1e38)
+    gate[8] = np.arange(gate.shape[1]) % 8
+
+
 def split_names(prefix: str, count: int, hidden: int, inter: int, seed: int) -> dict[str, Any]:
     """Per-expert tensors of one layer."""
     shapes = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
@@ -89,6 +112,21 @@ def split_names(prefix: str, count: int, hidden: int, inter: int, seed: int) -> 
         for e in range(count)
         for n, (name, shape) in enumerate(shapes.items())
     }
+
+
+def gpt_oss(count: int, hidden: int, inter: int, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and tensors of one layer: fused, transposed, interleaved, with biases."""
+    prefix = "model.layers.0.mlp"
+    tensors = {
+        "model.norm.weight": numbers(seed, hidden),
+        f"{prefix}.router.weight": numbers(seed + 1, count, hidden),
+        f"{prefix}.router.bias": numbers(seed + 2, count),
+        f"{prefix}.experts.gate_up_proj": numbers(seed + 3, count, hidden, 2 * inter),
+        f"{prefix}.experts.gate_up_proj_bias": numbers(seed + 4, count, 2 * inter),
+        f"{prefix}.experts.down_proj": numbers(seed + 5, count, inter, hidden),
+        f"{prefix}.experts.down_proj_bias": numbers(seed + 6, count, hidden),
+    }
+    return {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": count}, tensors
 
 
 def qwen3_moe(layers: int, count: int) -> dict[str, Any]:
@@ -129,6 +167,68 @@ def fp8_scales(root: Path) -> None:
     write_source(root, qwen3_moe(1, 1), tensors, "BF16")
 
 
+def fp8_passed(root: Path) -> None:
+    """An FP8 checkpoint: codes in blocks of 128 x 128 that stay, and in other forms that do not."""
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    tensors: dict[str, Any] = {"model.norm.weight": numbers(51, 136)}
+    codes = [c for c in range(256) if c & 127 != 127]
+
+    def quantised(name: str, rows: int, columns: int, tail: str, scales: list[float], *grid: int) -> None:
+        tensors[f"{name}.weight"] = ("F8_E4M3", np.resize(np.array(codes, np.uint8), (rows, columns)))
+        tensors[f"{name}.{tail}"] = ("F32", np.array(scales, np.float32).reshape(grid))
+
+    layer = "model.layers.0"
+    for e in range(2):
+        quantised(f"{layer}.mlp.experts.{e}.gate_proj", 8, 136, "weight_scale_inv", [1 / 3, 2.0**-9], 1, 2)
+        quantised(f"{layer}.mlp.experts.{e}.up_proj", 8, 136, "weight_scale_inv", [2.0**-130, 0.0], 1, 2)
+        tensors[f"{layer}.mlp.experts.{e}.up_proj.weight"][1][:, 128:] = (0x00, 0x80) * 4
+    quantised(f"{layer}.mlp.experts.0.down_proj", 136, 8, "weight_scale", [0.3])
+    quantised(f"{layer}.mlp.experts.1.down_proj", 136, 8, "weight_scale", [0.1 + n / 64 for n in range(136)], 136, 1)
+    tensors[f"{layer}.mlp.experts.0.down_proj.input_scale"] = ("F32", np.array(0.5, np.float32))
+    quantised(f"{layer}.self_attn.q_proj", 136, 130, "weight_scale_inv", [0.5, 0.7, 1.1, 1.3], 2, 2)
+    quantised(f"{layer}.self_attn.o_proj", 5, 136, "weight_scale", [0.01])
+    write_source(root, qwen3_moe(1, 2) | {"quantization_config": scheme}, tensors, "BF16")
+
+
+def fp8_biases(root: Path) -> None:
+    write_source(root, *gpt_oss(2, 20, 12, 61), "F32")
+
+
+def bf16_small(root: Path) -> None:
+    shapes = {"w1": (10, 24), "w3": (10, 24), "w2": (24, 10)}
+    prefix = "model.layers.0.block_sparse_moe"
+    tensors = {"model.norm.weight": numbers(71, 24), f"{prefix}.gate.weight": numbers(72, 2, 24)}
+    for e in range(2):
+        for n, (name, shape) in enumerate(shapes.items()):
+            tensors[f"{prefix}.experts.{e}.{name}.weight"] = numbers(73 + 7 * e + n, *shape)
+    special_bf16(tensors[f"{prefix}.experts.0.w1.weight"])
+    write_source(root, {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2}, tensors, "BF16")
+
+
+def bf16_biases(root: Path) -> None:
+    write_source(root, *gpt_oss(2, 23, 9, 81), "BF16")
+
+
+def q3_small(root: Path) -> None:
+    tensors = {"model.norm.weight": numbers(91, 128), **split_names("model.layers.0.mlp.experts", 2, 128, 64, 600)}
+    special_affine(tensors["model.layers.0.mlp.experts.0.gate_proj.weight"])
+    write_source(root, qwen3_moe(1, 2), tensors, "BF16")
+
+
+def q4_groups(root: Path) -> None:
+    tensors = {"model.norm.weight": numbers(95, 96), **split_names("model.layers.0.mlp.experts", 2, 96, 32, 700)}
+    special_affine(tensors["model.layers.0.mlp.experts.1.up_proj.weight"])
+    write_source(root, qwen3_moe(1, 2), tensors, "F32")
+
+
+def q4_partial(root: Path) -> None:
+    text = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "num_experts": 1}
+    tensors = {"model.language_model.norm.weight": numbers(97, 64)}
+    for n in range(2):
+        tensors |= split_names(f"model.language_model.layers.{n}.mlp.experts", 1, 64, 64, 800 + 20 * n)
+    write_source(root, {"model_type": "qwen3_5_moe", "text_config": text}, tensors, "F16")
+
+
 @dataclass(frozen=True)
 class Accepted:
     """A container to be accepted: how its source is made, and how it is converted."""
@@ -136,6 +236,7 @@ class Accepted:
     source: Callable[[Path], None]
     codec: str
     layers: tuple[int, int] | None = None
+    parameters: Mapping[str, int | str] = field(default_factory=dict)
 
 
 ACCEPT = {
@@ -144,6 +245,13 @@ ACCEPT = {
     "fp8-edge": Accepted(fp8_edge, "fp8"),
     "fp8-whole": Accepted(fp8_whole, "fp8"),
     "fp8-scales": Accepted(fp8_scales, "fp8"),
+    "fp8-passed": Accepted(fp8_passed, "fp8"),
+    "fp8-biases": Accepted(fp8_biases, "fp8"),
+    "bf16-small": Accepted(bf16_small, "bf16"),
+    "bf16-biases": Accepted(bf16_biases, "bf16"),
+    "q3-small": Accepted(q3_small, "q3"),
+    "q4-groups": Accepted(q4_groups, "q4", parameters={"group_size": 32}),
+    "q4-partial": Accepted(q4_partial, "q4", (0, 1)),
 }
 
 
@@ -151,7 +259,7 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
     """The container `name` below `work`; the committed experts.parquet is used where it holds the same table."""
     accepted, source, output = ACCEPT[name], work / "source" / name, work / name
     accepted.source(source)
-    prepare(source, output, codecs.get(accepted.codec), workers=1, layers=accepted.layers)
+    prepare(source, output, codecs.get(accepted.codec, accepted.parameters), workers=1, layers=accepted.layers)
     if name == "fp8-scales":
         with_f32_scales(output)
     seal(output, committed)
@@ -275,12 +383,17 @@ def twin_of_layer(layer: Layer) -> dict[str, Any]:
                 "first_f32": [f"{bits:08x}" for bits in decoded.view(np.uint32).reshape(-1)[:4].tolist()],
                 "last_f32": f"{int(decoded.view(np.uint32).reshape(-1)[-1]):08x}",
             }
+            if matrix.bias is not None:
+                bias = np.ascontiguousarray(to_f32(matrix.bias.array, matrix.bias.dtype), "<f4")
+                values[part]["bias_xxh3_128"] = digest(bias.tobytes()).hex()
+                values[part]["bias_first_f32"] = [f"{bits:08x}" for bits in bias.view(np.uint32)[:4].tolist()]
             if matrix.row_sums is not None:
                 values[part]["first_row_sums"] = matrix.row_sums.array[:4].tolist()
         experts.append(values)
     return {
         "file": layer.entry.file, "block": file.block, "layer": file.layer, "prefix": file.prefix,
         "experts": len(layer), "hidden": file.shape.hidden, "intermediate": file.shape.intermediate,
+        "bias_dtype": file.shape.bias_dtype, "parts": list(file.part_names),
         "data_start": layer.layout.data_start, "stride": layer.stride, "sidecar": layer.entry.sidecar,
         "record": [
             {"name": f"{names[s.part]}.{s.suffix}" if s.part else s.suffix, "dtype": s.dtype,
@@ -297,6 +410,14 @@ WHAT = {
     "fp8-edge": "fp8 of a BF16 source at H = 192, I = 160: partial edge blocks, zero, tiny and huge blocks, midpoints",
     "fp8-whole": "fp8 of an F16 source at H = I = 128: one whole block a matrix",
     "fp8-scales": "fp8 with F32 scales, every code, a zero scale over a block of zeros",
+    "fp8-passed": "fp8 of an FP8 source: codes under a block grid and under one scale are kept, those under a scale "
+    "a row encoded again with F32 scales; a subnormal and a zero scale; a dense matrix kept in FP8, one decoded",
+    "fp8-biases": "fp8 of an F32 source with biases: gpt_oss (fused, transposed, interleaved); F32 biases at odd twos",
+    "bf16-small": "bf16 of a BF16 source, lossless: parts w1, w3, w2; zeros of both signs, subnormals, the largest",
+    "bf16-biases": "bf16 of a BF16 source with biases: no scales, so no pad_a; names that are ours (loadable_by)",
+    "q3-small": "q3 of a BF16 source, groups of 64: zeros, one value, subnormals, an outlier, one sign, large numbers",
+    "q4-groups": "q4 of an F32 source, groups of 32 where 64 does not divide H and I",
+    "q4-partial": "q4 of an F16 source, groups of 64, nested names and config, only layer 0 of 2 (partial)",
 }
 
 # -- what must be refused ----------------------------------------------------------------------------------------------
@@ -452,7 +573,14 @@ def json_file(file: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[
     return change
 
 
+def exchanged(table: dict[str, Any]) -> None:
+    """Scales and affine biases of a matrix, which have one type and shape, change their names."""
+    scales, biases = (table[f"{FIRST}.0.gate_proj.{role}"] for role in ("scales", "biases"))
+    scales["data_offsets"], biases["data_offsets"] = biases["data_offsets"], scales["data_offsets"]
+
+
 PREFIX = "model.layers.1.mlp.experts"
+FIRST = "model.layers.0.mlp.experts"
 S = "int8-small"
 REJECT: dict[str, Rejected] = {
     # the manifest
@@ -555,6 +683,49 @@ REJECT: dict[str, Rejected] = {
                                          "E0226", ("E0226",)),
     "sidecar-is-a-layer": Rejected(S, "the layer file in place of its sidecar",
                                    lambda root: shutil.copyfile(root / SMALL, root / SIDE), "E0220", ("E0220",)),
+    # parameters, packed rows and biases
+    "q4-group-size-unknown": Rejected("q4-groups", "a group size the codec does not have",
+                                      manifest(lambda t: t["codec"].update(parameters={"group_size": 16})), "E0102",
+                                      ("E0102",), sealed=False),
+    "q4-group-size-missing": Rejected("q4-groups", "no group size, though the layer states 32",
+                                      manifest(lambda t: t["codec"].update(parameters={})), "E0321", ("E0321",),
+                                      sealed=False),
+    "q4-group-size-other": Rejected("q4-groups", "another group size than the layer's",
+                                    manifest(lambda t: t["codec"].update(parameters={"group_size": 64})), "E0321",
+                                    ("E0321",), sealed=False),
+    "q4-group-size-in-layer": Rejected("q4-groups", "a layer with groups of 64, which do not divide its rows",
+                                       text(EDGE, '{\\"group_size\\":32}', '{\\"group_size\\":64}'), "E0221",
+                                       ("E0221",)),
+    "q3-group-size-in-layer": Rejected("q3-small", "a layer with groups of 32 and the offsets of 64",
+                                       text(EDGE, '{\\"group_size\\":64}', '{\\"group_size\\":32}'), "E0221",
+                                       ("E0221",)),
+    "q4-is-q3": Rejected("q4-partial", "a layer that states 3 bits with the offsets of 4",
+                         text(EDGE, '"pagestone.codec":"q4"', '"pagestone.codec":"q3"'), "E0221", ("E0221",)),
+    "q3-row-length": Rejected("q3-small", "packed rows of half the length, twice as many",
+                              header(EDGE, lambda t: t[f"{FIRST}.0.gate_proj.weight"].update(shape=[128, 6])), "E0223",
+                              ("E0223",)),
+    "q3-row-short": Rejected("q3-small", "packed rows that lack a word",
+                             header(EDGE, lambda t: t[f"{FIRST}.1.down_proj.weight"].update(shape=[128, 5])), "E0210",
+                             ("E0210",)),
+    "q4-codes-signed": Rejected("q4-groups", "codes as signed words",
+                                header(EDGE, lambda t: t[f"{FIRST}.1.up_proj.weight"].update(dtype="I32")), "E0223",
+                                ("E0223",)),
+    "q4-scales-are-biases": Rejected("q4-groups", "scales and affine biases exchanged", header(EDGE, exchanged),
+                                     "E0223", ("E0223",)),
+    "bias-type": Rejected("bf16-biases", "metadata that state F16 biases where they are BF16",
+                          text(EDGE, '"pagestone.bias_dtype":"BF16"', '"pagestone.bias_dtype":"F16"'), "E0223",
+                          ("E0223",)),
+    "bias-type-in-table": Rejected("bf16-biases", "a bias in F16 where metadata state BF16",
+                                   header(EDGE, lambda t: t[f"{FIRST}.1.up_proj.bias"].update(dtype="F16")), "E0223",
+                                   ("E0223",)),
+    "bias-type-unknown": Rejected("bf16-biases", "metadata that state integer biases",
+                                  text(EDGE, '"pagestone.bias_dtype":"BF16"', '"pagestone.bias_dtype":"I16"'), "E0221",
+                                  ("E0221",)),
+    "bias-unstated": Rejected("fp8-biases", "biases of which the metadata say nothing",
+                              header(EDGE, lambda t: t["__metadata__"].pop("pagestone.bias_dtype")), "E0221",
+                              ("E0221",)),
+    "bias-renamed": Rejected("fp8-biases", "a bias under another name",
+                             text(EDGE, '.0.down_proj.bias":', '.0.down_proj.sum":'), "E0222", ("E0222",)),
     # contents whose digests are all right
     "int8-minus-128": Rejected(S, "a code of -128, counted in its row sum", minus_128, None, ("E1005",)),
     "int8-scale-nan": Rejected(S, "a scale of NaN", stored(SMALL, 1, "down", "scales", 3, np.nan), None, ("E1005",)),
@@ -566,6 +737,21 @@ REJECT: dict[str, Rejected] = {
     "int8-row-sum": Rejected(S, "a row sum that is not the sum of its codes", flip(SIDE, 4096), None, ("E1005",)),
     "pad-a-not-zero": Rejected(S, "a byte of pad_a", stored(SMALL, 0, "", "pad_a", 0, 1), None, ("E1006",)),
     "pad-not-zero": Rejected(S, "a byte of pad", stored(SMALL, 1, "", "pad", 7, 255), None, ("E1006",)),
+    "bf16-code-nan": Rejected("bf16-small", "a code of NaN", stored(EDGE, 1, "up", "codes", 5, 0x7FC0), None,
+                              ("E1005",)),
+    "bf16-code-infinite": Rejected("bf16-small", "a code of -Inf", stored(EDGE, 0, "down", "codes", 239, 0xFF80), None,
+                                   ("E1005",)),
+    "bias-nan": Rejected("bf16-biases", "a bias of NaN", stored(EDGE, 1, "up", "bias", 8, 0x7FC1), None, ("E1005",)),
+    "bias-infinite": Rejected("fp8-biases", "a bias of Inf", stored(EDGE, 0, "down", "bias", 0, np.inf), None,
+                              ("E1005",)),
+    "q3-scale-nan": Rejected("q3-small", "a scale of NaN", stored(EDGE, 0, "gate", "scales", 9, 0xFFC0), None,
+                             ("E1005",)),
+    "q3-bias-infinite": Rejected("q3-small", "an affine bias of Inf", stored(EDGE, 1, "down", "biases", 0, 0x7F80),
+                                 None, ("E1005",)),
+    "q4-scale-infinite": Rejected("q4-groups", "a scale of Inf", stored(EDGE, 1, "down", "scales", 95, 0x7F80), None,
+                                  ("E1005",)),
+    "q4-bias-nan": Rejected("q4-groups", "an affine bias of NaN", stored(EDGE, 0, "up", "biases", 3, 0x7FFF), None,
+                            ("E1005",)),
     "fp8-code-7f": Rejected("fp8-edge", "a code of 0x7F", stored(EDGE, 1, "gate", "codes", 0, 0x7F), None, ("E1005",)),
     "fp8-code-ff": Rejected("fp8-edge", "a code of 0xFF", stored(EDGE, 1, "down", "codes", 191 * 160 + 159, 0xFF), None,
                             ("E1005",)),
@@ -594,6 +780,19 @@ REJECT: dict[str, Rejected] = {
     "config-silent": Rejected(S, "config.json states no quantization",
                               json_file(CONFIG, lambda t: t.pop("quantization_config")), None, ("E1013",),
                               plain=False),
+    "config-method": Rejected(S, "the config of a part names a method, so that others load what is not there",
+                              json_file(CONFIG, lambda t: t["quantization_config"].update(
+                                  quant_method="compressed-tensors")), None, ("E1013",), plain=False),
+    "config-names": Rejected("bf16-biases", "nothing stated where the names of parts are ours",
+                             json_file(CONFIG, lambda t: t.pop("quantization_config")), None, ("E1013",), plain=False),
+    "config-not-silent": Rejected("bf16-small", "the config of plain weights states a quantization",
+                                  json_file(CONFIG, lambda t: t.update(quantization_config={"quant_method": "fp8"})),
+                                  None, ("E1013",), plain=False),
+    "config-one-key": Rejected("q4-groups", "stated for transformers and not for MLX",
+                               json_file(CONFIG, lambda t: t.pop("quantization")), None, ("E1013",), plain=False),
+    "config-one-level": Rejected("q4-partial", "stated at top level only",
+                                 json_file(CONFIG, lambda t: t["text_config"].pop("quantization_config")), None,
+                                 ("E1013",), plain=False),
     "parquet-rows": Rejected(S, "experts.parquet lacks the last expert", columns(
         lambda t: [c.__delitem__(slice(3, None)) for c in t.values()]), None, ("E1014",), plain=False),
     "parquet-offset": Rejected(S, "experts.parquet says another place", columns(

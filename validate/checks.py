@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
-from pagestone.convert.plan import config_facts, config_with
+from pagestone.convert.plan import config_facts, config_with, stated_config
 from pagestone.formats import codecs
 from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher, digest, layer_digest
-from pagestone.formats.dtypes import VIEWS, Array
+from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
@@ -140,11 +141,18 @@ def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> di
 
 
 def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
-    """Codes, scales, row sums and pads of one expert."""
+    """Codes, scales, row sums, biases and pads of one expert."""
     start, name = layer.layout.record_offset(expert), layer.entry.file
     for slot in layer.layout.record.slots:
         if slot.part is None and record[slot.offset : slot.offset + slot.nbytes].any():
             yield Finding(ERROR, "E1006", name, f"expert {expert} {slot.suffix}: zeros expected", start + slot.offset)
+        if slot.part is not None and slot.role == "bias":
+            values = record[slot.offset : slot.offset + slot.nbytes].view(VIEWS[slot.dtype])
+            bad = ~np.isfinite(to_f32(values, slot.dtype))
+            if bad.any():
+                part_name = layer.file.part_names[PARTS.index(slot.part)]
+                message = f"expert {expert} {part_name}: a finite bias expected, found NaN or Inf at {np.argmax(bad)}"
+                yield Finding(ERROR, "E1005", name, message, start + slot.offset)
     for part, part_name in zip(PARTS, layer.file.part_names, strict=True):
         arrays = stored_arrays(layer, record, expert, part)
         for sentence in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
@@ -240,7 +248,9 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
         yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {total}")
 
 
-def check_config(root: Path, codec: Codec, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+def check_config(
+    root: Path, manifest: Manifest, codec: Codec, layers: list[OpenLayer], dense: list[str]
+) -> Iterator[Finding]:
     """config.json states what the codec needs so that others read right weights or raise, at both levels."""
     try:
         config = json.loads((root / CONFIG).read_bytes())
@@ -249,9 +259,11 @@ def check_config(root: Path, codec: Codec, layers: list[OpenLayer], dense: list[
     if not isinstance(config, dict):
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
-    tensors = [(t.name, t.shape) for shard in dense for t in read_header(root / shard).entries]
+    tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in read_header(root / shard).entries]
     facts = config_facts(tensors, (x.file.shape for x in layers), layers[0].file.part_names)
-    if config != config_with(config, codec.quantization_config(facts)):
+    family = families.of_config(config)
+    loadable = manifest.partial is None and (family is None or family.loads_parts)
+    if config != config_with(config, stated_config(codec, facts, loadable), codec.config_keys):
         yield Finding(
             ERROR,
             "E1013",

@@ -1,4 +1,4 @@
-"""`pagestone verify`."""
+"""`pagestone verify`, `pagestone verify-logits` and `pagestone compare`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pagestone.formats.manifest import MANIFEST, read_manifest
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
+EXPERTS = "How experts are multiplied: native (from their codes) or reference (decoded, by torch)."
 SHOWN = 50
 """Findings printed for people; --json has all."""
 
@@ -23,6 +24,12 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this room to the application."""
     app.command("verify", help="Check every byte of a container, and compare it with its source if one is given.")(
         _verify
+    )
+    app.command("verify-logits", help="Prove that streaming changes no logit: streamed and resident, byte for byte.")(
+        _verify_logits
+    )
+    app.command("compare", help="Measure what a codec costs: KL, top-1, perplexity and answers against the source.")(
+        _compare
     )
 
 
@@ -64,3 +71,70 @@ def _total(directory: Path) -> int | None:
         return sum(f.nbytes for f in read_manifest(directory / MANIFEST).files.values())
     except PagestoneError:
         return None
+
+
+def _verify_logits(
+    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
+    source: Annotated[
+        Path | None, typer.Option(help="Encode the resident side from this checkpoint instead of reading it.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="A file with a prompt of token ids a line.")] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Tokens decoded after each prompt.")] = 16,
+    budget: Annotated[str | None, typer.Option(help="Memory for experts; default a quarter of all.")] = None,
+    io: Annotated[str, typer.Option(help="How experts are streamed: direct or mmap.")] = "direct",
+    threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2,
+    experts: Annotated[str, typer.Option(help=EXPERTS)] = "native",
+    against: Annotated[Path | None, typer.Option(help="Compare with this audit instead of a resident run.")] = None,
+    audit: Annotated[Path | None, typer.Option(help="Write an audit (JSON) here, and its traces beside it.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+) -> None:
+    from pagestone.reader.budget import parse_size
+    from pagestone.validate import logits
+
+    if sum(x is not None for x in (prompts, ids, against)) > 1:
+        raise RequestError(
+            "--prompts, --ids and --against exclude each other", code="E0003", remedy="give one (an audit has its own)"
+        )
+    request = logits.Request(
+        directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
+        budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
+        experts=experts,
+    )  # fmt: skip
+    result = logits.verify_logits(request, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
+    if audit is not None:
+        result.write(audit)
+    print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result))
+    raise typer.Exit(result.exit_code)
+
+
+def _compare(
+    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
+    source: Annotated[Path, typer.Option(help="The checkpoint it was made from.")],
+    text: Annotated[Path | None, typer.Option(help="A text: KL, top-1 agreement and perplexity over it.")] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="JSON lines with question and answer: how many are answered to the letter.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="At most this many tokens of the text.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens fed at once.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
+    io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
+    experts: Annotated[str, typer.Option(help=EXPERTS)] = "native",
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from pagestone.validate import fidelity
+
+    if text is None and questions is None:
+        raise RequestError(
+            "something to compare on expected, found neither --text nor --questions", code="E0003",
+            remedy="give --text FILE, --questions FILE or both",
+        )  # fmt: skip
+    request = fidelity.Request(
+        directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, budget=budget,
+        io=io, tokenizer=tokenizer, experts=experts,
+    )  # fmt: skip
+    result = fidelity.compare(request, lambda word: print(f"{word} ...", file=sys.stderr, flush=True))
+    print(json.dumps(result.table(), indent=1) if as_json else result.text())

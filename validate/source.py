@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.pipeline import encode_expert
+from pagestone.convert.checkpoint import Checkpoint, open_checkpoint
+from pagestone.convert.dense import DenseTensor, pieces
+from pagestone.convert.encode import REQUANTISED, encode_expert
 from pagestone.convert.plan import LayerTarget, Plan, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
@@ -36,9 +37,18 @@ class Comparison:
     unlike: set[str] = field(default_factory=set)
     """Layer files whose experts cannot be compared: the source has no such layer, or one of another shape."""
     statistics: dict[tuple[str, int, str], tuple[float, float]] = field(default_factory=dict)
+    requantised: int = 0
+    """Matrices met so far whose codes the codec could not keep."""
+    rooms: dict[str, int] = field(default_factory=dict)
+    """Bytes that the largest expert of a layer takes, by layer file."""
 
     def close(self) -> None:
         self.files.close()
+
+    def _room(self, target: LayerTarget) -> int:
+        if target.name not in self.rooms:
+            self.rooms[target.name] = ExpertReader.needed(target.source)
+        return self.rooms[target.name]
 
     def covers(self, file: str, expert: int) -> bool:
         """Whether this expert is to be compared."""
@@ -68,12 +78,13 @@ class Comparison:
             return []
         target = self.targets[name]
         try:
-            reader = ExpertReader(self.files, ExpertReader.needed(target.source))
+            reader = ExpertReader(self.files, self._room(target))
             matrices, _ = reader.read(target.source, expert)
             again = memoryview(bytearray(layer.layout.stride))
             encoded = encode_expert(layer.file.codec, layer.layout.record, matrices, again)
         except PagestoneError as error:
             return [of_error(error, name)]
+        self.requantised += encoded.notes[REQUANTISED]
         findings = list(self._bytes(layer, expert, record, np.frombuffer(again, np.uint8)))
         if layer.sums:
             rows = layer.file.shape.intermediate
@@ -134,13 +145,31 @@ class Comparison:
                 continue
             position = len(head)
             for t in shard.tensors:
-                yield from self._range(path, position, t.file, t.offset, t.nbytes, t.name, progress)
+                yield from self._dense(path, position, t, progress)
                 position += t.nbytes
+
+    def _dense(self, path: Path, position: int, tensor: DenseTensor, progress: Progress) -> Iterator[Finding]:
+        """Compare one dense tensor with what the source gives, copied or decoded."""
+        try:
+            for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(CHUNK))):
+                have = read_exactly(path, position, len(want))
+                progress(len(want))
+                if have != want:
+                    first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
+                    message = f"{tensor.name}: bytes differ from the source {tensor.source.file}"
+                    yield Finding(ERROR, "E1028", path.name, message, position + first)
+                    return
+                position += len(want)
+        except PagestoneError as error:
+            yield of_error(error, path.name)
 
     def _facts(self, manifest: Manifest) -> Iterator[Finding]:
         """What the manifest says about the source, against this source."""
         found = dict(manifest.source) | {"lossless": manifest.lossless}
-        wanted = self.plan.source_facts | {"lossless": self.plan.lossless}
+        lossless = self.plan.lossless and not self.requantised
+        if lossless and self.chosen is not None and not manifest.lossless:
+            lossless = False  # the data may forbid it in an expert that was not drawn
+        wanted = self.plan.source_facts | {"lossless": lossless}
         for name in sorted((found.keys() | wanted.keys()) - {"fingerprint"}):
             if found.get(name) != wanted.get(name):
                 message = f"{name} {wanted.get(name)!r} expected from the source, found {found.get(name)!r}"
@@ -169,6 +198,15 @@ class Comparison:
                 return
 
 
+def _merged(source: Path, manifest: Manifest) -> Checkpoint | None:
+    """The source with files outside its index, if it is these that the container was made from."""
+    try:
+        merged = open_checkpoint(source, merge_unlisted=True)
+    except PagestoneError:
+        return None
+    return merged if merged.fingerprint == manifest.source.get("fingerprint") else None
+
+
 def compare_with(source: Path, manifest: Manifest, columns: Columns | None, sample: int | None) -> Comparison:
     """Plan the source as the container was planned.
 
@@ -176,6 +214,8 @@ def compare_with(source: Path, manifest: Manifest, columns: Columns | None, samp
     opening and planning raise.
     """
     checkpoint = open_checkpoint(source)
+    if checkpoint.fingerprint != manifest.source.get("fingerprint"):
+        checkpoint = _merged(source, manifest) or checkpoint
     include_code = any(name.endswith(".py") for name in manifest.files)
     plan = make_plan(checkpoint, codec_of(manifest), layers=manifest.partial, include_code=include_code)
     targets = {t.name: t for t in plan.layers}

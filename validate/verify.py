@@ -63,7 +63,7 @@ def verify(
             try:
                 report.add(checks.check_dense(root, dense))
                 report.add(checks.check_index(root, layers, dense))
-                report.add(checks.check_config(root, codec, layers, dense))
+                report.add(checks.check_config(root, manifest, codec, layers, dense))
             except (PagestoneError, OSError) as error:
                 report.add([of_error(error, "")])
         if comparison is not None:

@@ -1,0 +1,190 @@
+"""Dense tensors: everything that is no routed expert, mapped or read, and as torch tensors."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagestone.formats.codecs.fp8 import BLOCK
+from pagestone.formats.digests import Hasher
+from pagestone.formats.dtypes import VIEWS, Array, item_size
+from pagestone.formats.errors import DataError, NonFiniteError, RequestError
+from pagestone.formats.layer_file import sidecar_name
+from pagestone.formats.layout import align_up
+from pagestone.formats.manifest import Manifest
+from pagestone.formats.quantised import FP8, Form, Quantised, scale_values
+from pagestone.formats.safetensors_header import TensorEntry, read_header
+from pagestone.reader.container import TORCH_NAMES, Container
+from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, map_file
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = 4 << 20
+"""Bytes: dense files are read in pieces of this size."""
+ALIGNMENT = 64
+"""Bytes: where a dense tensor begins in memory."""
+
+
+@dataclass(slots=True)
+class DenseTensors:
+    """Dense tensors as bytes: uint8 arrays by name with their safetensors type and shape. Arrays keep memory alive."""
+
+    arrays: dict[str, Array] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    mode: str = "direct"
+    bytes_read: int = 0
+
+
+def dense_files(container: Container) -> list[str]:
+    """Names of the safetensors files that hold no routed experts."""
+    manifest: Manifest = container.manifest
+    layer_files = {e.file for e in manifest.layers}
+    sidecars = {sidecar_name(name) for name in layer_files}
+    return sorted(n for n in manifest.files if n.endswith(".safetensors") and n not in layer_files | sidecars)
+
+
+def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:
+    """(file, table entry) of every dense tensor by name; only headers are read."""
+    found: dict[str, tuple[str, TensorEntry]] = {}
+    for file in dense_files(container):
+        for entry in read_header(container.path / file).entries:
+            if entry.name in found:
+                raise DataError(
+                    f"this tensor is also in {found[entry.name][0]}",
+                    code="E1207",
+                    file=container.path / file,
+                    tensor=entry.name,
+                    remedy=RESTORE,
+                )
+            found[entry.name] = (file, entry)
+    return found
+
+
+def load_dense(container: Container, names: Iterable[str], mode: str, *, verify: bool = True) -> DenseTensors:
+    """The dense tensors called `names`: views of a map (`mmap`), or read past the page cache in one pass a file.
+
+    When read, the whole file is compared with its digest in the manifest; `DataError` (E1205) names it.
+    """
+    where = dense_entries(container)
+    wanted: dict[str, list[TensorEntry]] = {}
+    for name in names:
+        file, entry = where[name]
+        wanted.setdefault(file, []).append(entry)
+    dense = DenseTensors(mode=mode)
+    for file, entries in sorted(wanted.items()):
+        path = container.path / file
+        entries.sort(key=lambda e: e.offset)
+        dense.entries |= {e.name: e for e in entries}
+        if mode == "mmap":
+            whole = np.frombuffer(map_file(path), np.uint8)
+            dense.arrays |= {e.name: whole[e.offset : e.offset + e.nbytes] for e in entries}
+            continue
+        found, used = _read_tensors(path, entries, dense)
+        known = container.manifest.files[file].xxh3
+        if verify and found != known:
+            raise DataError(
+                f"xxh3 of the file expected {known.hex()}, found {found.hex()}",
+                code="E1205",
+                file=path,
+                remedy=RESTORE,
+            )
+        dense.mode = "buffered" if "buffered" in (used, dense.mode) and mode == "direct" else dense.mode
+    return dense
+
+
+def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -> tuple[bytes, str]:
+    """Read a file from front to back, keeping the tensors wanted; its digest and the mode it was read in."""
+    room = sum(align_up(e.nbytes, ALIGNMENT) for e in entries)
+    memory = np.frombuffer(mmap.mmap(-1, max(1, room)), np.uint8)
+    targets: list[tuple[TensorEntry, Array]] = []
+    position = 0
+    for entry in entries:
+        array = memory[position : position + entry.nbytes]
+        dense.arrays[entry.name] = array
+        targets.append((entry, array))
+        position += align_up(entry.nbytes, ALIGNMENT)
+    file, hasher = DirectFile(path), Hasher()
+    try:
+        for start, piece in _pieces(file):
+            hasher.update(piece)
+            dense.bytes_read += len(piece)
+            bits = np.frombuffer(piece, np.uint8)
+            for entry, array in targets:
+                first, end = max(entry.offset, start), min(entry.offset + entry.nbytes, start + len(bits))
+                if first < end:
+                    array[first - entry.offset : end - entry.offset] = bits[first - start : end - start]
+        return hasher.digest(), file.mode
+    finally:
+        file.forget(READAHEAD)
+        file.close()
+
+
+def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
+    buffer = memoryview(mmap.mmap(-1, CHUNK))
+    offset = 0
+    while got := file.read_into(buffer, offset):
+        yield offset, buffer[:got]
+        offset += got
+        if got < CHUNK:
+            return
+
+
+# -- for torch --------------------------------------------------------------------------------------------------------
+
+
+def dense_scales(used: Iterable[str], entries: Mapping[str, TensorEntry], root: Path) -> dict[str, str]:
+    """The block scales of every dense FP8 matrix that an `fp8` container kept as its source had it."""
+    found = {}
+    for name in used:
+        if entries[name].dtype == "F8_E4M3":
+            scale = next((name + tail for tail in ("_scale_inv", "_scale") if name + tail in entries), None)
+            if scale is None:
+                raise DataError(
+                    "a scale beside these FP8 codes expected, found none", code="E1224", file=root, tensor=name,
+                    remedy="convert the checkpoint again",
+                )  # fmt: skip
+            found[name] = scale
+    return found
+
+
+def decoded(dense: DenseTensors, name: str, scale: str) -> torch.Tensor:
+    """A dense FP8 matrix as transformers makes it on a CPU: code * scale in float32, rounded once to bfloat16."""
+    import torch
+
+    codes, grid = dense.entries[name], dense.entries[scale]
+    form = Form(FP8, codes.shape[0], codes.shape[1], (BLOCK, BLOCK), scale_dtype=grid.dtype)
+    stored = dense.arrays[scale].view(VIEWS[grid.dtype]).reshape(grid.shape)
+    bits = dense.arrays[name].reshape(codes.shape)
+    try:
+        values = Quantised(form, bits, scale_values(stored, grid.dtype)).values()
+    except NonFiniteError as error:
+        raise DataError(
+            f"finite weights expected, found {error.value} at row {error.row}, column {error.column}",
+            code="E1228", tensor=name, remedy="convert the checkpoint again from a sound source",
+        ) from None  # fmt: skip
+    return torch.from_numpy(values).to(torch.bfloat16)
+
+
+def dense_tensor(array: Array, entry: TensorEntry) -> torch.Tensor:
+    """The bytes of a dense tensor as a torch tensor, without a copy unless they lie at an address torch may not use."""
+    import torch
+
+    if entry.dtype not in TORCH_NAMES:
+        raise RequestError(
+            f"a type torch knows expected, found {entry.dtype}",
+            code="E1226",
+            tensor=entry.name,
+            remedy="this container can be read, not run",
+        )
+    dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    if array.ctypes.data % item_size(entry.dtype):  # legal in a file
+        array = array.copy()
+    return torch.frombuffer(array, dtype=dtype).view(entry.shape)

@@ -1,0 +1,351 @@
+"""Where the bytes of experts and dense tensors come from: one interface, three ways.
+
+- `direct`: reads past the page cache (O_DIRECT) into a cache with a byte budget (`reader/cache.py`). Every record is
+  compared with its recorded digest when it is read. Where a file system refuses O_DIRECT the mode is `buffered`: the
+  same reads through the page cache, which is asked to forget them; `notes` says so.
+- `mmap`: views of the mapped files. Tables and lengths are checked at the first use, digests are not: what a file
+  becomes later shows in the views, and a file that is cut while mapped ends the process (SIGBUS).
+- `resident`: every record read into memory and checked before the first step.
+
+Row sums (int8's sidecars, which native products need) are not streamed: they are read once, when the store opens, and
+compared with their digests wherever records are; `mmap` maps them like everything else. No budget and no counter holds
+them: E * (2 * intermediate + hidden) * 4 bytes a layer (`reader/budget.py`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from pagestone.formats.digests import digest, layer_digest
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layer_file import read_sidecar
+from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.reader.cache import ExpertCache
+from pagestone.reader.container import Container, Layer, View, sidecar_views
+from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, MachineErrors, map_file
+from pagestone.reader.leases import Counters, Lease, OpenLeases, Step
+
+MODES = ("direct", "mmap", "resident")
+
+
+class ExpertStore(Protocol):
+    """What a model needs of a store: steps that lease experts, and what they cost, by layer."""
+
+    counters: dict[int, Counters]
+
+    @property
+    def mode(self) -> str:
+        """How bytes come: "direct", "buffered", "mmap" or "resident"."""
+
+    def step(self, layer: int, wanted: Iterable[int]) -> Step:
+        """Begin a step (a context manager) for the experts `wanted` of a decoder layer."""
+
+    @property
+    def open_leases(self) -> int:
+        """Leases handed out and not released."""
+
+    def close(self) -> None:
+        """Release threads and memory."""
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+class RecordDigests:
+    """The recorded digest of every record, tied to the container id.
+
+    experts.parquet is in no container id, so a layer's digests are believed only if they and the head of the layer's
+    file add up to the digest of the layer file that the manifest states.
+    """
+
+    def __init__(self, container: Container) -> None:
+        self._manifest = container.manifest
+        path = container.path / EXPERTS
+        self._path = path
+        self._by_file: dict[str, dict[int, bytes]] = {}
+        columns = read_experts(path)
+        try:
+            for file, expert, value in zip(columns["file"], columns["expert"], columns["record_xxh3_128"], strict=True):
+                known = self._by_file.setdefault(file, {}).setdefault(expert, bytes.fromhex(value))
+                if known.hex() != value:
+                    raise self._error(f"one digest for expert {expert} of {file} expected, found two")
+        except (ValueError, TypeError):
+            raise self._error("record digests expected as 32 hexadecimal digits") from None
+        self._checked: dict[str, tuple[bytes, ...]] = {}
+
+    def _error(self, message: str) -> DataError:
+        return DataError(message, code="E1204", file=self._path, remedy=RESTORE)
+
+    def of(self, layer: Layer) -> tuple[bytes, ...]:
+        """The digests of a layer's records in order; `DataError` if they are not the ones the manifest vouches for."""
+        name = layer.entry.file
+        known = self._checked.get(name)
+        if known is None:
+            found = self._by_file.get(name, {})
+            if sorted(found) != list(range(len(layer))):
+                raise self._error(f"{len(layer)} records of {name} expected, found {len(found)}")
+            known = tuple(found[e] for e in range(len(layer)))
+            with MachineErrors(layer.path, "reading"), layer.path.open("rb") as handle:
+                head = handle.read(layer.layout.data_start)
+            if layer_digest(head, known) != self._manifest.files[name].xxh3:
+                raise self._error(
+                    f"its record digests for {name} and that file's head do not give the digest the manifest states"
+                )
+            self._checked[name] = known
+        return known
+
+    def check(self, layer: Layer, expert: int, record: memoryview) -> None:
+        """Compare the bytes of a record with its digest; `DataError` (E1201) naming file and expert."""
+        wanted, found = self.of(layer)[expert], digest(record)
+        if wanted != found:
+            raise DataError(
+                f"expert {expert} at byte {layer.layout.record_offset(expert)}: "
+                f"xxh3 expected {wanted.hex()}, found {found.hex()}",
+                code="E1201",
+                file=layer.path,
+                remedy=RESTORE,
+            )
+
+
+# -- row sums ---------------------------------------------------------------------------------------------------------
+
+RowSums = Mapping[str, View]
+"""A layer's sidecar: "gate_up" [experts, 2 * intermediate] and "down" [experts, hidden]."""
+
+
+def read_row_sums(container: Container, *, verify: bool = True) -> dict[int, RowSums]:
+    """Every sidecar in memory of its own, by layer; `DataError` (E1206) where a file is not what the manifest states.
+
+    They are read through the page cache, which is asked to forget them.
+    """
+    found: dict[int, RowSums] = {}
+    for number, layer in container.layers.items():
+        name = layer.entry.sidecar
+        if name is None:
+            continue
+        path = container.path / name
+        with MachineErrors(path, "reading"), path.open("rb") as handle:
+            entries = read_sidecar(path, layer.file)
+            data = handle.read()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        known, have = container.manifest.files[name].xxh3, digest(data)
+        if len(data) != container.manifest.files[name].nbytes or (verify and have != known):
+            raise DataError(
+                f"xxh3 of the row sums expected {known.hex()}, found {have.hex()}",
+                code="E1206",
+                file=path,
+                remedy=RESTORE,
+            )
+        found[number] = sidecar_views(layer, np.frombuffer(data, np.uint8), entries)
+    return found
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+class FileRecords:
+    """A `RecordReader` over a container's layer files, open from the first read on. For many threads."""
+
+    def __init__(
+        self, container: Container, digests: RecordDigests | None, *, direct: bool = True, row_sums: bool = True
+    ) -> None:
+        self._digests = digests
+        self._row_sums = read_row_sums(container, verify=digests is not None) if row_sums else {}
+        self._files = {number: DirectFile(layer.path, direct=direct) for number, layer in container.layers.items()}
+        for number, layer in container.layers.items():
+            if digests is not None:
+                digests.of(layer)
+            self._files[number].forget(layer.layout.data_start + READAHEAD)
+
+    @property
+    def mode(self) -> str:
+        """ "direct" only if no file refused it."""
+        return "direct" if all(f.mode == "direct" for f in self._files.values()) else "buffered"
+
+    def read(self, layer: Layer, expert: int, into: memoryview) -> None:
+        """Fill `into` with a record and check its digest (unless that was switched off)."""
+        offset = layer.layout.record_offset(expert)
+        got = self._files[layer.entry.layer].read_into(into, offset)
+        if got != len(into):
+            raise DataError(
+                f"expert {expert}: {len(into)} bytes at byte {offset} expected, the file ended after {got}",
+                code="E1202",
+                file=layer.path,
+                remedy=RESTORE,
+            )
+        if self._digests is not None:
+            self._digests.check(layer, expert, into)
+
+    def row_sums(self, layer: Layer) -> RowSums | None:
+        """The layer's sidecar as it was read when this was made."""
+        return self._row_sums.get(layer.entry.layer)
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in self._files.values():
+            file.close()
+
+
+class _ViewStep:
+    """A step over memory that holds every record; `place` gives (memory, byte offset) of one."""
+
+    def __init__(
+        self, layer: Layer, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]], row_sums: RowSums | None
+    ) -> None:
+        self.leases = OpenLeases(layer, wanted)
+        self._place, self._row_sums = place, row_sums
+
+    def lease(self, expert: int) -> Lease:
+        self.leases.check(expert)
+        memory, offset = self._place(expert)
+        done = lambda lease, _: self.leases.open.remove(lease)  # noqa: E731
+        lease = Lease(self.leases.layer, expert, memory, offset, done, self._row_sums)
+        self.leases.open.append(lease)
+        return lease
+
+    def __enter__(self) -> _ViewStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        problem = self.leases.end(kind is not None)
+        if problem is not None:
+            raise problem
+
+
+class _ViewStore:
+    """What `MappedStore` and `ResidentStore` share."""
+
+    def __init__(self, layers: dict[int, Layer], row_sums: Mapping[int, RowSums]) -> None:
+        self.layers, self._row_sums = layers, row_sums
+        self.counters = {number: Counters() for number in layers}
+        self._steps: list[_ViewStep] = []
+
+    @property
+    def open_leases(self) -> int:
+        return sum(len(s.leases.open) for s in self._steps)
+
+    def _begin(self, layer: int, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
+        self._steps = [s for s in self._steps if s.leases.open]
+        step = _ViewStep(self.layers[layer], wanted, place, self._row_sums.get(layer))
+        self._steps.append(step)
+        return step
+
+
+class MappedStore(_ViewStore):
+    """Zero-copy views over the page cache. Nothing is checked but the tables."""
+
+    @property
+    def mode(self) -> str:
+        return "mmap"
+
+    def __init__(self, container: Container, *, row_sums: bool = True) -> None:
+        sums = {n: layer.row_sums for n, layer in container.layers.items()} if row_sums else {}
+        super().__init__(container.layers, {n: views for n, views in sums.items() if views is not None})
+        self._maps: dict[int, mmap.mmap] = {}
+        for number, layer in container.layers.items():
+            _ = layer.layout  # its table is checked
+            self._maps[number] = map_file(layer.path)
+            if hasattr(mmap, "MADV_RANDOM"):
+                self._maps[number].madvise(mmap.MADV_RANDOM)  # a record is asked for below, never its neighbours
+
+    def step(self, layer: int, wanted: Iterable[int]) -> Step:
+        """Begin a step; the kernel is told at once which records will be touched."""
+        wanted, at = sorted(set(wanted)), self.layers[layer]
+        mapped, counters = self._maps[layer], self.counters[layer]
+        for expert in wanted:
+            if hasattr(mmap, "MADV_WILLNEED"):
+                mapped.madvise(mmap.MADV_WILLNEED, at.layout.record_offset(expert), at.stride)
+            counters.misses += 1
+            counters.bytes_mapped += at.stride
+        return self._begin(layer, wanted, lambda expert: (mapped, at.layout.record_offset(expert)))
+
+    def close(self) -> None:
+        self._maps.clear()
+
+
+class ResidentStore(_ViewStore):
+    """Every record in memory, read and checked at the start: what streaming is compared with.
+
+    `fill` puts one record into a buffer (and checks it); buffers are never written again. `row_sums`, by layer, must be
+    whole once all records are filled.
+    """
+
+    @property
+    def mode(self) -> str:
+        return "resident"
+
+    def __init__(
+        self,
+        layers: dict[int, Layer],
+        fill: Callable[[Layer, int, memoryview], None],
+        row_sums: Mapping[int, RowSums] | None = None,
+    ) -> None:
+        super().__init__(layers, row_sums or {})
+        self._records: dict[tuple[int, int], mmap.mmap] = {}
+        for number, layer in layers.items():
+            for expert in range(len(layer)):
+                buffer = self._records[number, expert] = mmap.mmap(-1, layer.stride)
+                fill(layer, expert, memoryview(buffer))
+
+    def step(self, layer: int, wanted: Iterable[int]) -> Step:
+        """Begin a step; every expert is a hit."""
+        wanted = sorted(set(wanted))
+        self.counters[layer].hits += len(wanted)
+        return self._begin(layer, wanted, lambda expert: (self._records[layer, expert], 0))
+
+    def close(self) -> None:
+        self._records.clear()
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How experts are to be read. `budget` is bytes, for `direct` only; `verify` checks digests when reading.
+
+    `row_sums`: whether sidecars are wanted too; only native products use them.
+    """
+
+    io: str = "direct"
+    budget: int | None = None
+    threads: int = 2
+    verify: bool = True
+    row_sums: bool = True
+
+
+def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore, list[str]]:
+    """The store asked for, and notes for the user (such as a file system that refused O_DIRECT)."""
+    if options.io not in MODES:
+        raise RequestError(
+            f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"
+        )
+    if options.io == "mmap":
+        return MappedStore(container, row_sums=options.row_sums), []
+    digests = RecordDigests(container) if options.verify else None
+    records = FileRecords(container, digests, row_sums=options.row_sums)
+    notes = []
+    if records.mode != "direct":
+        notes.append("the file system refuses O_DIRECT: reading through the page cache (mode buffered)")
+    try:
+        if options.io == "resident":
+            sums = {n: views for n, x in container.layers.items() if (views := records.row_sums(x)) is not None}
+            store = ResidentStore(container.layers, records.read, sums)
+            records.close()
+            return store, notes
+        every = sum(layer.stride * len(layer) for layer in container.layers.values())
+        budget = every if options.budget is None else options.budget
+        return ExpertCache(container.layers, records, budget, threads=options.threads), notes
+    except BaseException:
+        records.close()
+        raise

@@ -1,0 +1,205 @@
+"""Audits of logits as files: what ran where, a hash a step, and traces that tell where two runs part.
+
+The audit is JSON; its traces, a line an event, are `.jsonl.zst` beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagestone.formats import native
+from pagestone.formats.errors import DataError
+from pagestone.reader.container import Container
+from pagestone.reader.host import NATIVE, HostModel
+from pagestone.validate.sides import Difference, Event, Prompt, Side, Step
+
+VERSION = 1
+EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
+
+
+def surroundings(model: HostModel) -> dict[str, Any]:
+    """Everything the bytes of logits may depend on: CPU, builds, versions, thread counts, and how the model ran.
+
+    Also `products`, which they must not depend on: the instruction set of native products and their threads.
+    """
+    import torch
+    import transformers
+
+    from pagestone import __version__
+
+    experts = model.context.experts
+    return {
+        "machine": {"cpu": _cpu(), "architecture": platform.machine(), "system": platform.system()},
+        "versions": {
+            "pagestone": __version__, "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__, "numpy": np.__version__,
+            "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
+        },
+        "threads": {"torch": torch.get_num_threads(), "torch_interop": torch.get_num_interop_threads()},
+        "model": {
+            "class": type(model.model).__name__, "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.attention, "experts": experts,
+        },
+        "products": {"isa": native.isa() if experts == NATIVE else None, "threads": _product_threads(model)},
+    }  # fmt: skip
+
+
+def _product_threads(model: HostModel) -> int | None:
+    import torch
+
+    return (model.context.threads or torch.get_num_threads()) if model.context.experts == NATIVE else None
+
+
+COMPARED = (
+    ("machine", "cpu"), ("machine", "architecture"), ("versions", "torch"), ("versions", "torch_build"),
+    ("versions", "transformers"), ("threads", "torch"), ("model", "class"), ("model", "dtype"), ("model", "attention"),
+    ("model", "experts"),
+)  # fmt: skip
+"""What must be equal for hashes to be comparable."""
+
+
+def _cpu() -> str:
+    """Model and a digest of its features: torch chooses its kernels by them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    pairs = (line.partition(":") for line in text.splitlines())
+    facts = {key.strip(): value.strip() for key, colon, value in pairs if colon}
+    flags = " ".join(sorted(facts.get("flags", facts.get("Features", "")).split()))
+    return f"{facts.get('model name', platform.processor())} ({hashlib.sha256(flags.encode()).hexdigest()[:8]})"
+
+
+def differing(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    """What keeps two runs from being comparable, a phrase each."""
+    found = []
+    for group, key in COMPARED:
+        ours, theirs = here[group][key], there.get(group, {}).get(key)
+        if ours != theirs:
+            found.append(f"{group} {key} is {ours} here, {theirs} there")
+    return found
+
+
+@dataclass(slots=True)
+class Audit:
+    """The outcome of one comparison, and what an audit file holds of it."""
+
+    result: str
+    container: Container
+    surroundings: dict[str, Any]
+    prompts: list[Prompt]
+    reference: Side | None
+    """The resident side; None when an audit file stands for it."""
+    streamed: Side | None
+    difference: Difference | None = None
+    unproven: list[str] = field(default_factory=list)
+    incomparable: list[str] = field(default_factory=list)
+    source: bool = False
+    against: str | None = None
+    readers: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal and proven; 1 different or unproven; 2 not comparable."""
+        return 2 if self.result == NOT_COMPARABLE else int(self.result == DIFFERENT or bool(self.unproven))
+
+    def table(self, traces: str | None) -> dict[str, Any]:
+        """The audit file. Hashes are those of the streamed side; of a failed one, the resident's stand beside them."""
+        manifest = self.container.manifest
+        ran = self.streamed.steps if self.streamed else []
+        wanted = self.reference.steps if self.reference else None
+        listed = []
+        for number, prompt in enumerate(self.prompts[: len(ran)]):
+            entry: dict[str, Any] = {
+                "name": prompt.name, "ids": list(prompt.ids), "choices": [s.choice for s in (wanted or ran)[number]],
+                "sha256": [s.sha256 for s in (wanted or ran)[number]],
+            }  # fmt: skip
+            if wanted is not None and self.result == DIFFERENT:
+                entry["streamed_sha256"] = [s.sha256 for s in ran[number]]
+            listed.append(entry)
+        return {
+            "audit": "pagestone logits", "version": VERSION, "result": self.result, "unproven": self.unproven,
+            "not_comparable": self.incomparable, "difference": asdict(self.difference) if self.difference else None,
+            "container": {
+                "id": self.container.container_id, "codec": manifest.codec, "parameters": dict(manifest.parameters)
+            },
+            **self.surroundings, "reader_threads": self.readers,
+            "resident_side": self.against or ("encoded from the source" if self.source else "the container's records"),
+            "resident": self.reference.table() if self.reference else None,
+            "streamed": self.streamed.table() if self.streamed else None,
+            "prompts": listed, "traces": traces,
+        }  # fmt: skip
+
+    def write(self, path: Path) -> Path:
+        """Write the audit file and its traces beside it; the path of the traces."""
+        traces = path.with_name(path.name.removesuffix(".json") + ".traces.jsonl.zst")
+        _write_traces(traces, self._events())
+        path.write_text(json.dumps(self.table(traces.name), indent=1) + "\n", encoding="utf-8")
+        return traces
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """The reference side's events, each with the streamed side's digest where it differs."""
+        streamed = self.streamed.steps if self.streamed else []
+        base = self.reference.steps if self.reference else streamed
+        for number, (one, two) in enumerate(zip(base, streamed, strict=True)):
+            for at, (a, b) in enumerate(zip(one, two, strict=True)):
+                for x, y in zip(a.events, b.events, strict=False):
+                    line = {"prompt": number, "step": at} | asdict(x)
+                    yield line if x == y else line | {"streamed": asdict(y)}
+
+
+def _write_traces(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    import zstandard
+
+    with path.open("wb") as handle, zstandard.ZstdCompressor(level=9).stream_writer(handle) as out:
+        for line in lines:
+            out.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+
+def read_traces(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a trace file."""
+    import io
+
+    import zstandard
+
+    with path.open("rb") as handle, zstandard.ZstdDecompressor().stream_reader(handle) as stream:
+        for line in io.TextIOWrapper(stream, encoding="utf-8"):
+            yield json.loads(line)
+
+
+def read_audit(path: Path) -> dict[str, Any]:
+    """An audit file's table; `DataError` if it is none."""
+    try:
+        table = json.loads(path.read_bytes())
+        assert table["audit"] == "pagestone logits" and table["version"] == VERSION
+        for prompt in table["prompts"]:
+            assert len(prompt["sha256"]) == len(prompt["choices"]) and prompt["ids"]
+        assert table["container"]["id"]
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise DataError(
+            f"an audit of version {VERSION} expected", code="E1303", file=path, remedy="make one with --audit"
+        ) from None
+    return dict(table)
+
+
+def recorded(table: dict[str, Any], path: Path) -> list[list[Step]]:
+    """The steps an audit recorded, with events if its traces lie beside it."""
+    steps = [
+        [Step(len(p["ids"]) if at == 0 else 1, sha, choice) for at, (sha, choice) in
+         enumerate(zip(p["sha256"], p["choices"], strict=True))]
+        for p in table["prompts"]
+    ]  # fmt: skip
+    traces = path.with_name(table.get("traces") or "")
+    if table.get("traces") and traces.is_file():
+        for line in read_traces(traces):
+            event = Event(line["layer"], line["what"], line["expert"], line["digest"])
+            steps[line["prompt"]][line["step"]].events.append(event)
+    return steps

@@ -1,0 +1,240 @@
+"""`compare`: what a codec costs, measured on the whole model against the source's own weights.
+
+The source runs in unmodified transformers with its eager experts; the container runs through the reader. Over a text,
+in windows: KL divergence KL(source || container), agreement of the first choice, perplexity of both. Over questions:
+how many each answers to the letter, greedily.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagestone.formats.errors import RequestError
+from pagestone.reader import host
+from pagestone.reader.commands import open_model
+from pagestone.reader.host import HostModel
+
+if TYPE_CHECKING:
+    import torch
+
+ANSWER = 64
+"""Tokens: a longer answer is cut, and counts as wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `compare` was asked; see its options."""
+
+    directory: Path
+    source: Path
+    text: Path | None = None
+    questions: Path | None = None
+    tokens: int = 8192
+    window: int = 256
+    limit: int | None = None
+    budget: str | None = None
+    io: str = "direct"
+    tokenizer: Path | None = None
+    experts: str = host.NATIVE
+
+
+@dataclass(slots=True)
+class TextResult:
+    """Over a text: nats a token are mean negative log-likelihoods, KL is in nats, both summed in float64."""
+
+    positions: int = 0
+    """Where distributions were compared."""
+    predicted: int = 0
+    """Tokens whose likelihood was measured: all but the first of every window."""
+    kl: float = 0.0
+    kl_largest: float = 0.0
+    top1: float = 0.0
+    source_nats: float = 0.0
+    container_nats: float = 0.0
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """(source's, container's)."""
+        return math.exp(self.source_nats), math.exp(self.container_nats)
+
+
+@dataclass(slots=True)
+class QuestionResult:
+    """Over questions: answered to the letter by each; `agree` counts equal answers, right or wrong."""
+
+    asked: int = 0
+    source_right: int = 0
+    container_right: int = 0
+    agree: int = 0
+    changed: list[dict[str, str]] = field(default_factory=list)
+    """Questions the two answer differently, with both answers."""
+
+
+@dataclass(slots=True)
+class Fidelity:
+    """The result of `compare`."""
+
+    directory: str
+    source: str
+    container_id: str
+    codec: str
+    parameters: dict[str, Any]
+    experts: str = host.NATIVE
+    text_result: TextResult | None = None
+    questions: QuestionResult | None = None
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        found = asdict(self)
+        if self.text_result is not None:
+            source, container = self.text_result.perplexities
+            found["text_result"] |= {"source_perplexity": source, "container_perplexity": container}
+        return found
+
+    def text(self) -> str:
+        """A table for people: a row for the source, a row for the container."""
+        name = f"{self.codec} {self.parameters or ''}".strip() + f", {self.experts}"
+        heads, source, ours = ["weights"], ["source"], [name]
+        if (t := self.text_result) is not None:
+            heads += ["KL (nats)", "top-1", "nats/token", "perplexity"]
+            source += ["", "", f"{t.source_nats:.4f}", f"{t.perplexities[0]:.3f}"]
+            ours += [f"{t.kl:.5f}", f"{100 * t.top1:.2f} %", f"{t.container_nats:.4f}", f"{t.perplexities[1]:.3f}"]
+        if (q := self.questions) is not None:
+            heads += ["right", "same answer"]
+            source += [f"{q.source_right} of {q.asked}", ""]
+            ours += [f"{q.container_right} of {q.asked}", f"{q.agree} of {q.asked}"]
+        rows = [heads, source, ours]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"{self.directory} against {self.source}", *lines])
+
+
+def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
+    """Run both models over the text and the questions."""
+    host.require()
+    questions = None if request.questions is None else read_questions(request.questions, request.limit)
+    tokens = host.tokenizer(request.source, request.tokenizer)
+    ids = None if request.text is None else _text_ids(request, tokens)
+    opened = open_model(request.directory, request.budget, request.io, 2, experts=request.experts)
+    try:
+        progress("loading the source")
+        source = host.plain_model(request.source, attention=opened.model.attention)
+        manifest = opened.container.manifest
+        result = Fidelity(
+            str(request.directory), str(request.source), opened.container.container_id, manifest.codec,
+            dict(manifest.parameters), request.experts,
+        )  # fmt: skip
+        if ids is not None:
+            progress(f"text: {len(ids)} tokens")
+            result.text_result = over_text(source, opened.model, ids, request.window)
+        if questions is not None:
+            progress(f"{len(questions)} questions")
+            ends = host.end_tokens(request.directory)
+            result.questions = over_questions(source, opened.model, tokens, request.source, questions, ends)
+        return result
+    finally:
+        opened.model.close()
+
+
+def _text_ids(request: Request, tokens: Any) -> list[int]:
+    assert request.text is not None
+    ids = [int(i) for i in tokens(request.text.read_text(encoding="utf-8"))["input_ids"][: request.tokens]]
+    if len(ids) < 2:
+        raise RequestError(
+            f"a text of at least 2 tokens expected, found {len(ids)}", code="E1311", file=request.text,
+            remedy="give a longer text",
+        )  # fmt: skip
+    return ids
+
+
+def windows(ids: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Consecutive pieces of `size` ids, the last one shorter; one of a single id is left out."""
+    for start in range(0, len(ids), size):
+        piece = list(ids[start : start + size])
+        if len(piece) > 1:
+            yield piece
+
+
+def over_text(source: HostModel, container: HostModel, ids: Sequence[int], window: int) -> TextResult:
+    """Compare distributions at every position of every window. Logits are taken to float64 before anything else."""
+    import torch
+
+    result = TextResult()
+    kl = agree = nats_source = nats_container = 0.0
+    for piece in windows(ids, window):
+        one = _log_probabilities(source.forward(piece, every=True)[0])
+        two = _log_probabilities(container.forward(piece, every=True)[0])
+        each = (one.exp() * (one - two)).sum(-1)
+        kl += float(each.sum())
+        result.kl_largest = max(result.kl_largest, float(each.max()))
+        agree += float((one.argmax(-1) == two.argmax(-1)).sum())
+        target = torch.tensor(piece[1:])[:, None]
+        nats_source -= float(one[:-1].gather(1, target).sum())
+        nats_container -= float(two[:-1].gather(1, target).sum())
+        result.positions += len(piece)
+        result.predicted += len(piece) - 1
+    result.kl, result.top1 = kl / result.positions, agree / result.positions
+    result.source_nats, result.container_nats = nats_source / result.predicted, nats_container / result.predicted
+    return result
+
+
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)
+
+
+def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
+    """(question, answer) of every line; `RequestError` for a line that has none."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            table = json.loads(line)
+            found.append((str(table["question"]), str(table["answer"])))
+        except (ValueError, KeyError, TypeError):
+            raise RequestError(
+                f'line {number}: {{"question": ..., "answer": ...}} expected', code="E1312", file=path,
+                remedy="write one JSON object a line",
+            ) from None  # fmt: skip
+        if limit is not None and len(found) == limit:
+            break
+    if not found:
+        raise RequestError("a question a line expected, found none", code="E1312", file=path, remedy="write some")
+    return found
+
+
+def over_questions(
+    source: HostModel, container: HostModel, tokens: Any, root: Path, questions: Sequence[tuple[str, str]],
+    ends: frozenset[int],
+) -> QuestionResult:  # fmt: skip
+    """Ask both every question by the chat template; an answer is right if it is the expected one to the letter."""
+    result = QuestionResult()
+    for question, expected in questions:
+        ids = host.chat_ids(tokens, [{"role": "user", "content": question}], root)
+        one, two = (answer(model, tokens, ids, ends) for model in (source, container))
+        result.asked += 1
+        result.source_right += one == expected
+        result.container_right += two == expected
+        result.agree += one == two
+        if one != two:
+            result.changed.append({"question": question, "expected": expected, "source": one, "container": two})
+    return result
+
+
+def answer(model: HostModel, tokens: Any, ids: Sequence[int], ends: frozenset[int]) -> str:
+    """The greedy answer, at most `ANSWER` tokens, without surrounding spaces."""
+    pending, state = list(ids), None
+    said: list[int] = []
+    while len(said) < ANSWER:
+        logits, state = model.forward(pending, state)
+        chosen = int(logits[-1].argmax())
+        if chosen in ends:
+            break
+        said.append(chosen)
+        pending = [chosen]
+    return str(tokens.decode(said, skip_special_tokens=True)).strip()

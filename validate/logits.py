@@ -1,0 +1,276 @@
+"""`verify-logits`: the streamed model gives, byte for byte, the logits of the resident one.
+
+Both sides run the same prompts through prefill and decode. The resident side holds every record in memory, checked when
+it was loaded or encoded from the source; it chooses the tokens (greedily) that both are fed. Of every step the SHA-256
+of the full-vocabulary logits is kept, and XXH3-128 of what went into and came out of every layer's experts, so that a
+difference can be placed.
+
+Products of torch differ between machines, so an audit says what it ran on; elsewhere it is "not comparable".
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pagestone.convert.dense import pieces
+from pagestone.convert.encode import encode_expert
+from pagestone.convert.plan import Plan
+from pagestone.convert.reading import ExpertReader, SourceFiles
+from pagestone.formats.dtypes import VIEWS
+from pagestone.formats.errors import RequestError
+from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.reader import host
+from pagestone.reader.budget import all_records, largest_record, size_text
+from pagestone.reader.container import Container, Layer, View, open_container
+from pagestone.reader.dense import DenseTensors
+from pagestone.reader.host import HostModel
+from pagestone.reader.store import ResidentStore, StoreOptions, open_store
+from pagestone.validate import audit as audits
+from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
+from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
+from pagestone.validate.source import compare_with
+
+LENGTHS = (1, 7, 64)
+"""Tokens of the prompts used when none are given."""
+SPREAD = 4
+"""By default the budget is 1/SPREAD of all records: small enough that experts come and go."""
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def default_prompts(container: Container, vocabulary: int) -> list[Prompt]:
+    """Random ids, the same for the same container: they reach more experts than sentences do."""
+    source = random.Random(container.container_id)
+    return [Prompt(f"{n} random tokens", tuple(source.randrange(vocabulary) for _ in range(n))) for n in LENGTHS]
+
+
+def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
+    """A prompt a line: integers between spaces or commas, or a JSON list."""
+    prompts = []
+    for number, line in enumerate(_lines(path), 1):
+        words = line.replace("[", " ").replace("]", " ").replace(",", " ").split()
+        if not words or not all(w.isdecimal() and int(w) < vocabulary for w in words):
+            raise RequestError(
+                f"line {number}: token ids below {vocabulary} expected, found {line[:40]!r}",
+                code="E1305",
+                file=path,
+                remedy="write one prompt a line, such as 12 7 401",
+            )
+        prompts.append(Prompt(f"line {number}", tuple(int(w) for w in words)))
+    return prompts
+
+
+def read_prompts(path: Path, container: Container, tokenizer: Path | None) -> list[Prompt]:
+    """A prompt of text a line, without a chat template."""
+    tokens = host.tokenizer(container.path, tokenizer)
+    return [Prompt(line[:40], tuple(tokens(line)["input_ids"])) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise RequestError("a prompt a line expected, found none", code="E1305", file=path, remedy="write some")
+    return lines
+
+
+# -- the sides --------------------------------------------------------------------------------------------------------
+
+
+def resident_model(
+    container: Container, source: Path | None, attention: str = host.PACKED, experts: str = host.NATIVE
+) -> HostModel:
+    """The side that does not stream: every record in memory, its digest checked; or encoded from the source."""
+    if source is None:
+        store, _ = open_store(container, StoreOptions("resident", row_sums=experts == host.NATIVE))
+        return host.load(container, store, attention=attention, experts=experts)
+    comparison = compare_with(source, container.manifest, None, None)
+    try:
+        fill = _Encoder(comparison.plan, comparison.files)
+        resident = ResidentStore(container.layers, fill.record, fill.row_sums)
+        return host.load(container, resident, attention=attention, dense=fill.dense(), experts=experts)
+    finally:
+        comparison.close()
+
+
+class _Encoder:
+    """Makes records and dense tensors from the source, as the conversion did."""
+
+    def __init__(self, plan: Plan, files: SourceFiles) -> None:
+        self._plan, self._files = plan, files
+        self._targets = {t.name: t for t in plan.layers}
+        self.row_sums: dict[int, dict[str, View]] = {}
+        """Sidecars by layer, filled with the records."""
+
+    def record(self, layer: Layer, expert: int, into: memoryview) -> None:
+        """Encode one expert into `into`."""
+        target = self._targets.get(layer.entry.file)
+        if target is None or target.file != layer.file:
+            raise RequestError(
+                "the source would give a layer of another shape, codec or name",
+                code="E1306",
+                file=layer.path,
+                remedy="give the checkpoint that this container was made from",
+            )
+        matrices, _ = ExpertReader(self._files, ExpertReader.needed(target.source)).read(target.source, expert)
+        made = encode_expert(target.file.codec, layer.layout.record, matrices, into).row_sums
+        if made:
+            sums = self._sidecar(layer)
+            rows = len(made["gate"])
+            sums["gate_up"].array[expert, :rows], sums["gate_up"].array[expert, rows:] = made["gate"], made["up"]
+            sums["down"].array[expert] = made["down"]
+
+    def _sidecar(self, layer: Layer) -> dict[str, View]:
+        tensors = zip(("gate_up", "down"), layer.file.sidecar_tensors(), strict=True)
+        if layer.entry.layer not in self.row_sums:
+            made = {part: View(np.zeros(shape, VIEWS[dtype]), dtype) for part, (_, dtype, shape) in tensors}
+            self.row_sums[layer.entry.layer] = made
+        return self.row_sums[layer.entry.layer]
+
+    def dense(self) -> DenseTensors:
+        """Every dense tensor of the container, from the source."""
+        found = DenseTensors(mode="source")
+        room = memoryview(bytearray(1 << 20))
+        for shard in self._plan.dense:
+            for tensor in shard.tensors:
+                array = np.empty(tensor.nbytes, np.uint8)
+                position = 0
+                for piece, nbytes, _ in pieces(self._files, tensor, room):
+                    array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+                    position += len(piece)
+                    found.bytes_read += nbytes
+                found.arrays[tensor.name] = array
+                found.entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
+        return found
+
+
+# -- the command's work -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `verify-logits` was asked. `budget` is bytes, None for a quarter of all records."""
+
+    directory: Path
+    source: Path | None = None
+    prompts: Path | None = None
+    ids: Path | None = None
+    steps: int = 16
+    budget: int | None = None
+    io: str = "direct"
+    threads: int = 2
+    against: Path | None = None
+    tokenizer: Path | None = None
+    attention: str = host.PACKED
+    experts: str = host.NATIVE
+
+
+def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: None) -> Audit:
+    """Run both sides, or the streamed side against an audit, and compare. See the module's docstring."""
+    host.require()
+    if request.io == "resident":
+        raise RequestError(
+            "a way of streaming expected, found --io resident", code="E1240", remedy="use --io direct or --io mmap"
+        )
+    host.check_experts(request.experts)
+    container = open_container(request.directory)
+    host.check_runnable(container)
+    table = None if request.against is None else audits.read_audit(request.against)
+    if table is not None and table["container"]["id"] != container.container_id:
+        raise RequestError(
+            f"an audit of container {container.container_id} expected, found one of {table['container']['id']}",
+            code="E1307",
+            file=request.against,
+            remedy="give the audit of this container, or of one with the same contents",
+        )
+    reference: Side | None = None
+    if table is None:
+        progress("resident side")
+        resident = resident_model(container, request.source, request.attention, request.experts)
+        prompts = _prompts(container, request, resident.vocabulary)
+        reference = run_side(resident, prompts, request.steps)
+        wanted, steps = reference.steps, request.steps
+        resident.close()
+        del resident
+        gc.collect()  # two models at once would take twice the memory
+    streamed = _streamed_model(container, request)
+    try:
+        here = audits.surroundings(streamed)
+        if table is not None:
+            apart = audits.differing(here, table)
+            if apart:
+                return Audit(NOT_COMPARABLE, container, here, [], None, None, incomparable=apart,
+                             against=str(request.against))  # fmt: skip
+            assert request.against is not None
+            prompts = [Prompt(p["name"], tuple(p["ids"])) for p in table["prompts"]]
+            wanted = audits.recorded(table, request.against)
+            steps = len(wanted[0]) - 1
+        progress("streamed side")
+        side = run_side(streamed, prompts, steps, [[s.choice for s in taken] for taken in wanted])
+    finally:
+        streamed.close()
+    found = first_difference(prompts, wanted, side.steps)
+    return Audit(
+        DIFFERENT if found else EQUAL, container, here, prompts, reference, side, found, proof(side),
+        source=request.source is not None, against=None if table is None else str(request.against),
+        readers=request.threads,
+    )  # fmt: skip
+
+
+def _streamed_model(container: Container, request: Request) -> HostModel:
+    budget = None
+    if request.io == "direct":
+        budget = request.budget or max(largest_record(container), all_records(container) // SPREAD)
+    store, _ = open_store(
+        container, StoreOptions(request.io, budget, request.threads, row_sums=request.experts == host.NATIVE)
+    )
+    try:
+        return host.load(container, store, attention=request.attention, experts=request.experts)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _prompts(container: Container, request: Request, vocabulary: int) -> list[Prompt]:
+    if request.ids is not None:
+        return read_ids(request.ids, vocabulary)
+    if request.prompts is not None:
+        return read_prompts(request.prompts, container, request.tokenizer)
+    return default_prompts(container, vocabulary)
+
+
+def report(audit: Audit) -> str:
+    """A few lines for people."""
+    name = audit.container.path
+    if audit.result == NOT_COMPARABLE:
+        return f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable)
+    assert audit.streamed is not None
+    steps = sum(len(s) for s in audit.streamed.steps)
+    total = audit.streamed.counters.total
+    lines = []
+    if audit.difference is not None:
+        lines.append(f"{name}: logits differ (E1301), first at {audit.difference.text()}")
+    else:
+        other = audit.against or ("the model encoded from its source" if audit.source else "the resident model")
+        lines.append(
+            f"{name}: {steps} steps of {len(audit.prompts)} prompts, every logit equal to {other}'s, byte for byte"
+        )
+    lines += [f"the run does not prove streaming (E1302): {why}" for why in audit.unproven]
+    held = "" if audit.streamed.peak_bytes is None else (
+        f", {size_text(audit.streamed.peak_bytes)} held at most of {size_text(audit.streamed.budget or 0)}"
+    )  # fmt: skip
+    products = audit.surroundings["products"]["isa"]
+    ran = f"native experts, {products}" if products else "reference experts"
+    lines.append(
+        f"  streamed ({audit.streamed.mode}, {ran}): {size_text(total.bytes_read or total.bytes_mapped)} "
+        f"{'read' if total.bytes_read else 'mapped'}, {total.hits} hits, {total.misses} misses, "
+        f"{total.transient} transient{held}, {audit.streamed.open_leases} leases open"
+    )
+    return "\n".join(lines)
