@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -34,17 +33,10 @@ def tiny() -> Path:
 
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[str], ModuleType]:
-    """`oracle("torch")`: an optional library. Without it the test is skipped, or fails with PAGESTONE_ORACLES=1."""
+    """`oracle("torch")`: an optional library, see `kits.oracles`."""
+    from kits import oracles
 
-    def load(name: str) -> ModuleType:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            if os.environ.get("PAGESTONE_ORACLES"):
-                pytest.fail(f"PAGESTONE_ORACLES is set and {name} cannot be imported: {error}")
-            pytest.skip(f"{name} is not installed")
-
-    return load
+    return oracles.oracle
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from kits.oracles import oracle
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel, built from a copy of the tracked folders."""
-    pytest.importorskip("scikit_build_core")
-    pytest.importorskip("nanobind")
+    oracle("scikit_build_core")
+    oracle("nanobind")
     place = tmp_path_factory.mktemp("wheel")
     kept = ROOT / "build" / "test-wheel"  # objects are kept, so that only the first build ever takes long
     kept.mkdir(parents=True, exist_ok=True)

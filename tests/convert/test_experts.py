@@ -27,7 +27,7 @@ SPECS = {
 def layers_of(checkpoint: Checkpoint) -> list[LayerSource]:
     family = families.of_config(checkpoint.config)
     assert family is not None
-    return find_layers(checkpoint, family)[0]
+    return list(find_layers(checkpoint, family).layers)
 
 
 def read_all(checkpoint: Checkpoint, layer: LayerSource) -> dict[tuple[int, str], np.ndarray]:
@@ -37,8 +37,8 @@ def read_all(checkpoint: Checkpoint, layer: LayerSource) -> dict[tuple[int, str]
     found = {}
     for expert in range(layer.count):
         arrays, _ = reader.read(layer, expert)
-        for part, (array, origin) in arrays.items():
-            found[expert, part] = to_f32(array, origin.tensor.dtype).copy()
+        for part, matrix in arrays.items():
+            found[expert, part] = to_f32(matrix.array, matrix.origin.tensor.dtype).copy()
     files.close()
     return found
 
@@ -79,7 +79,7 @@ def test_fused_orientations(tmp_path, transposed, interleaved):
     known = families.registry()["qwen3_5_moe"]
     changes = {f: getattr(known, f) for f in ("name", "model_types", "known", "dense_layers")}
     family = type(known)(**changes, fused=Fused(transposed=transposed, interleaved=interleaved))
-    for position, layer in enumerate(find_layers(checkpoint, family)[0]):
+    for position, layer in enumerate(find_layers(checkpoint, family).layers):
         for (expert, part), matrix in read_all(checkpoint, layer).items():
             assert np.array_equal(matrix, spec.matrix(position, part, expert))
 
@@ -157,9 +157,10 @@ BROKEN = {
     "one part": (without("layers.1.mlp.experts.3.up_proj"), "E0508", "expert 3 lacks up_proj.weight"),
     "a part everywhere": (without("down_proj"), "E0508", "lacks down_proj.weight"),
     "a layer": (without("layers.1.mlp.experts"), "E0503", "layer 1 is the first without experts"),
-    "unknown name": (replaced("3.gate_proj.bias", Tensor.of([1])), "E0504", "claims no such"),
+    "unknown name": (replaced("3.gate_proj.extra", Tensor.of([1])), "E0504", "claims no such"),
     "unknown part": (replaced("3.mid_proj.weight", Tensor.of([1])), "E0504", "claims no such"),
-    "scale beside a weight": (replaced("3.up_proj.weight_scale_inv", Tensor.of([1], "F32")), "E0504", "claims no"),
+    "one bias": (replaced("3.gate_proj.bias", Tensor.of([1])), "E0508", "some have none"),
+    "scale beside a weight": (replaced("3.up_proj.weight_scale_inv", Tensor.of([1], "F32")), "E0513", "BF16 weights"),
     "id with a zero": (replaced("03.up_proj.weight", Tensor.of([1])), "E0504", "claims no such"),
     "id in other digits": (replaced("٣.up_proj.weight", Tensor.of([1])), "E0504", "claims no such"),
     "id without end": (replaced("1" * 5000 + ".up_proj.weight", Tensor.of([1])), "E0504", "claims no such"),
@@ -238,7 +239,8 @@ def test_pruned_checkpoints_follow_the_router(tmp_path):
     config = spec.config()
     config["text_config"]["num_experts"] = 16
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "s", spec.tensors(), config))
-    layers, warnings = find_layers(checkpoint, families.registry()["qwen3_5_moe"])
+    experts = find_layers(checkpoint, families.registry()["qwen3_5_moe"])
+    layers, warnings = experts.layers, experts.warnings
     assert [x.count for x in layers] == [12, 12]
     assert len(warnings) == 2 and "config.json says 16" in warnings[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import threading
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from pagestone.convert.prepare import Outcome, prepare
 from pagestone.formats import codecs
 from pagestone.formats.dtypes import bf16_to_f32
-from pagestone.formats.errors import DataError
+from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import read_experts, read_manifest
 
 
@@ -25,6 +26,8 @@ def open_files() -> int:
 
 
 CODECS = ("int8", "fp8")
+EVERY_CODEC = sorted(codecs.registry())
+"""For tests at shapes that every codec can hold."""
 SCALE = {"int8": "weight_scale", "fp8": "weight_scale_inv"}
 TYPES = {"int8": ("I8", "F32"), "fp8": ("F8_E4M3", "BF16")}
 MODELS = {
@@ -42,7 +45,7 @@ def run(source: Path, output: Path, codec: str, workers: int = 3, **how) -> Outc
     return prepare(source, output, codecs.get(codec), workers=workers, **how)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_tiny_moe_is_the_definition(tiny, tmp_path, codec):
     """Every record and row sum of tiny-moe equals the NumPy definition byte for byte."""
     run(tiny, tmp_path / "o", codec)
@@ -164,7 +167,7 @@ def test_everything_else_is_byte_for_byte(tmp_path, codec):
     assert any("odd.nan holds 2 NaN or Inf" in w for w in outcome.warnings)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_workers_and_runs_do_not_matter(tiny, tmp_path, codec):
     """One worker, eight workers and a second run give the same bytes in every file, and so the same id."""
     made = {}
@@ -224,8 +227,11 @@ def test_only_the_asked_layers(tiny, tmp_path):
     assert {n for n in every if n not in some} == {
         f"{n}{side}.safetensors" for n in ("layers-00", "layers-03", "mtp-00") for side in ("", ".rowsum")
     }
-    for name in ("layers-01.safetensors", "layers-02.rowsum.safetensors", "config.json"):
+    for name in ("layers-01.safetensors", "layers-02.rowsum.safetensors"):
         assert every[name] == some[name]
+    # a part of a model must not load as the whole: see `stated_config`
+    assert json.loads(some["config.json"])["quantization_config"]["loadable_by"] == "pagestone"
+    assert "loadable_by" not in json.loads(every["config.json"])["quantization_config"]
     manifest = read_manifest(tmp_path / "some" / "manifest.json")
     assert manifest.partial == (1, 3) and [e.layer for e in manifest.layers] == [1, 2]
     assert set(manifest.files) | {"manifest.json"} == set(some)
@@ -306,3 +312,15 @@ def test_source_is_read_not_mapped(tiny, tmp_path):
     maps = []
     run(tiny, tmp_path / "o", "int8", progress=lambda _: maps.append(Path("/proc/self/maps").read_text()))
     assert maps and not any("tiny-moe" in text for text in maps)
+
+
+def test_sha256_on_request(tiny, tmp_path):
+    """--sha256 adds every file's SHA-256 to the manifest and changes nothing else; without it there is none."""
+    plain, asked = run(tiny, tmp_path / "plain", "int8"), run(tiny, tmp_path / "asked", "int8", sha256=True)
+    assert plain.manifest.container_id == asked.manifest.container_id
+    assert all(f.sha256 is None for f in plain.manifest.files.values())
+    for name, known in read_manifest(tmp_path / "asked" / "manifest.json").files.items():
+        assert known.sha256 == hashlib.sha256((tmp_path / "asked" / name).read_bytes()).digest(), name
+    assert run(tiny, tmp_path / "asked", "int8", sha256=True).state == "already there"
+    with pytest.raises(RequestError, match="--sha256"):
+        run(tiny, tmp_path / "plain", "int8", sha256=True)

@@ -20,7 +20,7 @@ from pagestone.convert.commands import parse_layers
 from pagestone.convert.plan import check_paths, make_plan, natural
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
-from pagestone.formats.errors import RequestError
+from pagestone.formats.errors import DataError, RequestError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_sparse.py"
 
@@ -183,14 +183,15 @@ def test_container_is_no_source(tmp_path):
         open_checkpoint(tmp_path / "o")
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "F64"])
-def test_types_an_encoder_does_not_take(tmp_path, dtype):
-    """Experts that are already quantised, or of a type no codec takes, are refused naming the tensor."""
+@pytest.mark.parametrize("dtype, error, code", [("F8_E4M3", DataError, "E0513"), ("I8", DataError, "E0513"),
+                                               ("F64", RequestError, "E0514")])  # fmt: skip
+def test_types_an_encoder_does_not_take(tmp_path, dtype, error, code):
+    """Codes without a scale are wrong data; a type no codec takes is a wrong request; both name the tensor."""
     spec = T_ORDER.having(mtp=False)
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     size = {"F64": 8}.get(dtype, 1)
     tensors = spec.tensors() | {name: Tensor(dtype, (12, 32, 48), bytes(12 * 32 * 48 * size))}
-    with pytest.raises(RequestError, match="E0605") as caught:
+    with pytest.raises(error, match=code) as caught:
         plan_of(write_checkpoint(tmp_path / "s", tensors, spec.config()))
     assert caught.value.tensor == name and dtype in caught.value.message
 

@@ -91,8 +91,10 @@ CASES = {
     "unknown family": ({"config": {"model_type": "Flan-MoE", "num_hidden_layers": 2}}, None, 2,
                        ["E0602", "model.language_model.layers.N.mlp.experts.N.down_proj.weight", "qwen3_moe",
                         "convert/families/flan_moe.py"]),
-    "quantised experts": ({"change": plus(EXPERT, Tensor("F8_E4M3", (48, 32), bytes(48 * 32)))}, None, 2,
-                          ["E0605", EXPERT, "F8_E4M3", "unquantised"]),
+    "codes without a scale": ({"change": plus(EXPERT, Tensor("F8_E4M3", (48, 32), bytes(48 * 32)))}, None, 1,
+                              ["E0513", EXPERT, "F8_E4M3", "scale"]),
+    "experts in F64": ({"change": plus(EXPERT, Tensor("F64", (48, 32), bytes(8 * 48 * 32)))}, None, 2,
+                       ["E0514", EXPERT, "F64", "unquantised"]),
 }  # fmt: skip
 
 

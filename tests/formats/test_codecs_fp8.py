@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.oracles import oracle
 
 from pagestone.formats import codecs, native
 from pagestone.formats.codecs import ConfigFacts
@@ -209,7 +210,7 @@ def test_quantization_config():
 
 @pytest.mark.parametrize("shape", [(160, 128), (128, 192)])
 def test_transformers_refuses_partial_blocks(shape):
-    config = pytest.importorskip("transformers.utils.quantization_config").FineGrainedFP8Config
+    config = oracle("transformers.utils.quantization_config").FineGrainedFP8Config
     whole = ConfigFacts((), ((128, 256),))
     assert config.from_dict(FP8.quantization_config(whole)).weight_block_size == [128, 128]
     with pytest.raises(ValueError, match="not supported"):

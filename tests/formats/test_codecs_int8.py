@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.oracles import oracle
 
 from pagestone.formats import codecs, native, stats
 from pagestone.formats.codecs import ConfigFacts
@@ -162,8 +163,8 @@ def test_quantization_config_names_experts_and_nothing_else():
 
 
 def test_compressed_tensors_understands_the_config_and_the_values():
-    torch = pytest.importorskip("torch")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
+    torch = oracle("torch")
+    quantization = oracle("compressed_tensors.quantization")
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     config = INT8.quantization_config(ConfigFacts((), ((32, 48),)))

@@ -20,9 +20,11 @@ if not native.built():
 _kernels = native._kernels
 
 ISAS = native.available()[1:]
-CODECS = [codecs.get("int8"), codecs.get("fp8"), codecs.get("fp8", {"scale_dtype": "F32"})]
-NAMES = ["int8", "fp8", "fp8-f32"]
+CODECS = [codecs.get("int8"), codecs.get("fp8"), codecs.get("fp8", {"scale_dtype": "F32"}), codecs.get("bf16")]
+NAMES = ["int8", "fp8", "fp8-f32", "bf16"]
 EACH = [pytest.param(codec, id=name) for codec, name in zip(CODECS, NAMES, strict=True)]
+GROUPED = [codecs.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+EACH_GROUPED = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in GROUPED]
 NON_FINITE = {
     "BF16": [0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7FFF],
     "F16": [0x7C00, 0xFC00, 0x7E00, 0xFC01],
@@ -145,7 +147,7 @@ def test_scale_near_every_rounding_border(codec):
                 check(codec, row, "F32")
 
 
-@pytest.mark.parametrize("codec", EACH[1:])
+@pytest.mark.parametrize("codec", EACH[1:3])
 def test_every_midpoint_of_e4m3_and_its_neighbours(codec):
     table = VALUES[:127].astype(np.float64)
     middle = ((table[:-1] + table[1:]) / 2).astype(np.float32)
@@ -255,16 +257,143 @@ def test_threads_share_kernels(isa):
     assert results == [expected] * 4
 
 
+# -- q3, q4 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 64), (3, 192), (17, 320), (7, 2048), (3, 7168)])
+def test_grouped_shapes(codec, dtype, rows, columns):
+    check(codec, cast(gaussian(rows, columns, rows * columns), dtype), dtype)
+
+
+@pytest.mark.parametrize("codec", [p for p in EACH_GROUPED if "32" in p.id])
+def test_grouped_rows_of_an_odd_number_of_groups(codec):
+    for rows, columns in ((1, 32), (33, 32), (9, 96), (2, 160)):
+        check(codec, gaussian(rows, columns), "F32")
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_grouped_any_bits(codec, dtype):
+    """Every exponent mixed freely, and groups that keep to one, down to subnormals."""
+    rng = np.random.default_rng(8)
+    bits, kind = (32, np.uint32) if dtype == "F32" else (16, np.uint16)
+    view = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
+    limit = min(NON_FINITE[dtype]) - 1
+    source = rng.integers(0, limit + 1, (20, 320)).astype(kind)
+    source |= (rng.integers(0, 2, source.shape) << (bits - 1)).astype(kind)
+    check(codec, source.view(view), dtype)
+    ceilings = np.linspace(1, limit, 300).astype(np.int64)[:, None]
+    for share in (2, 50):  # of the exponents below the ceiling
+        graded = rng.integers(ceilings - ceilings // share, ceilings + 1, (300, 64)).astype(kind)
+        check(codec, (graded | (rng.integers(0, 2, graded.shape) << (bits - 1)).astype(kind)).view(view), dtype)
+        check(codec, graded.view(view), dtype)
+
+
+def tempers(size):
+    """Groups that take other paths: constant, zeros of both signs, one outlier, two values, on a grid, tiny, huge."""
+    rng = np.random.default_rng(9)
+    normal = rng.standard_normal(size)
+    rows = [np.full(size, v) for v in (0.0, -0.0, 0.3, -0.3, 1e-9, -1e-30, 2.0**-126, -(2.0**-149), 1e30, 3.38e38)]
+    rows += [
+        np.where(np.arange(size) % 2, 0.0, -0.0),
+        np.where(np.arange(size) % 2, 1.0, -1.0),
+        np.arange(size) % 16 - 8,
+    ]
+    rows += [np.abs(normal), -np.abs(normal), 1 + normal / 1000, np.round(normal * 4), np.round(normal * 4) / 3]
+    rows += [normal * 2.0**p for p in (-149, -140, -130, -126, -120, -80, -24, 20, 60, 100, 124)]
+    for place, value in ((0, 5.0), (size - 1, -5.0), (17, 1e30), (3, -1e-20), (5, 3.4e38)):
+        for base in (normal * 0.02, np.zeros(size)):
+            rows.append(np.where(np.arange(size) == place, value, base))
+    rows += [np.where(np.arange(size) == 3, np.nextafter(np.float32(1), np.float32(2)), 1.0)]
+    return np.stack(rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_grouped_tempers(codec, dtype):
+    source = cast(tempers(codec.group_size), dtype)
+    for row in range(len(source)):  # each alone, and beside others in its register
+        check(codec, source[row : row + 1], dtype)
+    check(codec, source, dtype)
+    check(codec, source[:40].reshape(4, -1), dtype)
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("where", [(0, 0), (0, 31), (1, 64), (4, 200), (12, 319)])
+def test_grouped_non_finite_everywhere(codec, dtype, where):
+    kind = np.uint32 if dtype == "F32" else np.uint16
+    source = cast(gaussian(13, 320), dtype)
+    bits = source.view(kind)
+    for value in NON_FINITE[dtype]:
+        keep = bits[where]
+        bits[where] = value
+        assert check(codec, source, dtype)[:3] == (1, *where)
+        bits[where] = keep
+    bits[where] = NON_FINITE[dtype][0]
+    bits[12, 319] = bits[12, 318] = NON_FINITE[dtype][-1]
+    assert check(codec, source, dtype)[:3] == (3 if where != (12, 319) else 2, *min(where, (12, 318)))
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+def test_grouped_near_the_largest_float(codec):
+    most = np.finfo(np.float32).max
+    refused = 0
+    for value in (most, np.nextafter(most, np.float32(0)), 3.39e38, 3.38e38, 2.5e38, 1.7e38, 1.6e38):
+        for other in (0.0, value, -value, -value / 2):
+            source = gaussian(3, 128)
+            source[1, 40], source[1, 41] = value, other
+            refused += len(check(codec, source, "F32")) == 4
+    assert 0 < refused < 28
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(GROUPED),
+    arrays.arrays(np.float32, (3, 64), elements=st.floats(width=32, allow_subnormal=True)),
+)
+def test_grouped_anything(codec, source):
+    check(codec, source, "F32")
+
+
+@pytest.mark.parametrize("codec", EACH_GROUPED)
+def test_grouped_source_at_an_odd_address(codec):
+    raw = np.zeros(4 * 3 * 64 + 1, np.uint8)[1:]
+    for dtype, view in (("BF16", np.uint16), ("F16", np.float16), ("F32", np.float32)):
+        values = cast(gaussian(3, 64), dtype)
+        odd = raw[: values.nbytes].view(view).reshape(3, 64)
+        odd[...] = values
+        assert not odd.flags.aligned
+        assert check(codec, odd, dtype) == check(codec, values, dtype)
+
+
+# -- what a kernel refuses ---------------------------------------------------------------------------------------------
+
+
+KERNELS = ["encode_int8", "encode_fp8", "encode_bf16", "encode_affine"]
+NUMBERS = {"encode_affine": (4, 64)}
+"""What kernels take after their arrays."""
+
+
 def arguments(name):
+    if name == "encode_affine":
+        grids = [np.zeros((130, 5), np.uint16) for _ in range(2)]
+        return [np.zeros((130, 320), np.float32), np.zeros((130, 40), np.uint32), *grids]
     source = np.zeros((130, 5), np.float32)
+    if name == "encode_bf16":
+        return [source, np.zeros((130, 5), np.uint16)]
     if name == "encode_int8":
         return [source, np.zeros((130, 5), np.int8), np.zeros((130, 1), np.float32), np.zeros(130, np.int32)]
     return [source, np.zeros((130, 5), np.uint8), np.zeros((2, 1), np.float32)]
 
 
-@pytest.mark.parametrize("name", ["encode_int8", "encode_fp8"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_wrong_types_raise_and_nothing_is_converted(name):
-    kernel = getattr(_kernels, name)
+    def kernel(*arrays):
+        return getattr(_kernels, name)(*arrays, *NUMBERS.get(name, ()))
+
     kernel(*arguments(name))
     for index in range(len(arguments(name))):
         for wrong in (np.float64, np.int16, np.uint64, np.bool_):
@@ -299,28 +428,48 @@ def test_wrong_types_raise_and_nothing_is_converted(name):
         ("encode_fp8", 1, (130, 4), "codes: columns expected to be 5, found 4"),
         ("encode_fp8", 2, (1, 1), "scales: rows expected to be 2, found 1"),
         ("encode_fp8", 2, (2, 2), "scales: columns expected to be 1, found 2"),
+        ("encode_bf16", 1, (130, 4), "codes: columns expected to be 5, found 4"),
+        ("encode_affine", 0, (130, 96), "source: columns expected to be a multiple of 64, found 96"),
+        ("encode_affine", 1, (130, 39), "codes: columns expected to be 40, found 39"),
+        ("encode_affine", 1, (129, 40), "codes: rows expected to be 130, found 129"),
+        ("encode_affine", 2, (130, 6), "scales: columns expected to be 5, found 6"),
+        ("encode_affine", 3, (130, 10), "biases: columns expected to be 5, found 10"),
     ],
 )
 def test_wrong_shapes_raise_with_both_numbers(name, index, shape, message):
     given_arguments = arguments(name)
     given_arguments[index] = np.zeros(shape, given_arguments[index].dtype)
     with pytest.raises(ValueError, match=message):
-        getattr(_kernels, name)(*given_arguments)
+        getattr(_kernels, name)(*given_arguments, *NUMBERS.get(name, ()))
 
 
-@pytest.mark.parametrize("name", ["encode_int8", "encode_fp8"])
+@pytest.mark.parametrize(
+    ("bits", "group", "message"),
+    [
+        (2, 64, "bits expected to be 3 or 4, found 2"),
+        (5, 64, "bits expected to be 3 or 4, found 5"),
+        (4, 16, "group expected to be 32 or 64, found 16"),
+    ],
+)
+def test_wrong_numbers_raise(bits, group, message):
+    with pytest.raises(ValueError, match=message):
+        _kernels.encode_affine(*arguments("encode_affine"), bits, group)
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_wrong_rank_raises(name):
     kernel = getattr(_kernels, name)
     with pytest.raises(TypeError):
-        kernel(np.zeros((1, 130, 5), np.float32), *arguments(name)[1:])
+        kernel(arguments(name)[0][None], *arguments(name)[1:], *NUMBERS.get(name, ()))
 
 
-@pytest.mark.parametrize("name", ["encode_int8", "encode_fp8"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_misaligned_arrays_are_refused_by_the_kernel_itself(name):
     given_arguments = arguments(name)
-    odd = np.zeros(130 * 5 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(130, 5)
+    shape = given_arguments[0].shape
+    odd = np.zeros(given_arguments[0].nbytes + 1, np.uint8)[1:].view(np.float32).reshape(shape)
     with pytest.raises((ValueError, TypeError)):
-        getattr(_kernels, name)(odd, *given_arguments[1:])
+        getattr(_kernels, name)(odd, *given_arguments[1:], *NUMBERS.get(name, ()))
 
 
 def test_unknown_instruction_set_raises_and_changes_nothing():

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
+from kits.oracles import oracle
 
 from pagestone.formats import codecs, native
 from pagestone.formats.codecs.fp8 import VALUES, to_e4m3
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.errors import NonFiniteError
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
+ml_dtypes = oracle("ml_dtypes")
 E4M3 = ml_dtypes.float8_e4m3fn
 BF16 = ml_dtypes.bfloat16
+
+LONG = 100_000_000 if os.environ.get("PAGESTONE_LONG") else 2_000_000
+"""Random numbers: 10^8 with PAGESTONE_LONG=1, a short form without."""
+PIECE = 1_000_000
 
 
 def test_values_of_all_codes():
@@ -61,3 +69,78 @@ def test_whole_matrix(isa):
             assert np.array_equal(out["codes"][top : top + 128, left : left + 128], wanted.view(np.uint8))
             decoded = codec.decode(out, 200, 300)[top : top + 128, left : left + 128]
             assert np.array_equal(decoded, wanted.astype(np.float32) * np.float32(scale))
+
+
+# -- the codecs and the rounding behind them, in bulk ------------------------------------------------------------------
+
+
+def encoded(name: str, source: np.ndarray, dtype: str) -> np.ndarray:
+    codec = codecs.get(name)
+    out = codec.allocate(*source.shape)
+    codec.encode(source, dtype, out)
+    return out["codes"]
+
+
+@pytest.mark.parametrize("isa", native.available())
+def test_bf16_codec_keeps_every_bfloat16(isa):
+    """All 65,536: the finite ones keep their bits, the others are refused one and all."""
+    every = np.arange(65536).astype(np.uint16)
+    finite = np.isfinite(every.view(BF16).astype(np.float32))
+    with native.forced(isa):
+        assert np.array_equal(encoded("bf16", every[finite].reshape(1, -1), "BF16")[0], every[finite])
+        through_f32 = every[finite].view(BF16).astype(np.float32)
+        assert np.array_equal(encoded("bf16", through_f32.reshape(1, -1), "F32")[0], every[finite])
+        for bits in every[~finite]:
+            with pytest.raises(NonFiniteError):
+                encoded("bf16", bits.reshape(1, 1), "BF16")
+
+
+@pytest.mark.parametrize("isa", native.available())
+def test_bf16_codec_at_every_midpoint_and_its_neighbours(isa):
+    upper = np.arange(0x7F7F, dtype=np.uint32)  # every pair of neighbours, zero to the largest
+    bits = np.concatenate([(upper << 16) + low for low in (0x7FFF, 0x8000, 0x8001)])
+    values = np.concatenate([bits, bits | np.uint32(0x80000000)]).view(np.float32)
+    with native.forced(isa):
+        codes = encoded("bf16", values.reshape(2, -1), "F32").reshape(-1)
+    assert np.array_equal(codes, values.astype(BF16).view(np.uint16))
+
+
+@pytest.mark.parametrize("isa", native.available())
+def test_bf16_codec_of_every_half_float(isa):
+    every = np.arange(65536).astype(np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]
+    with native.forced(isa):
+        codes = encoded("bf16", finite.reshape(1, -1), "F16")[0]
+    assert np.array_equal(codes, finite.astype(np.float32).astype(BF16).view(np.uint16))
+
+
+def test_many_random_float32():
+    """Any bits: bf16 through the codec's kernel and its definition, E4M3 through its definition."""
+    rng = np.random.default_rng(20)
+    for start in range(0, LONG, PIECE):
+        values = rng.integers(0, 1 << 32, min(PIECE, LONG - start), dtype=np.uint64).astype(np.uint32).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            theirs = values.astype(BF16)
+        fits = np.isfinite(theirs.astype(np.float32))
+        wanted = theirs.view(np.uint16)
+        assert np.array_equal(encoded("bf16", values[fits].reshape(1, -1), "F32")[0], wanted[fits])
+        assert np.array_equal(f32_to_bf16(values)[fits], wanted[fits])
+        # E4M3 has 2^-10 to 448 for its numbers: exponents spread over that range and a little below it.
+        bits = rng.integers(0x39800000, 0x43E00001, values.size).astype(np.uint32)
+        inside = (bits | (values.view(np.uint32) & np.uint32(0x80000000))).view(np.float32)
+        assert np.array_equal(to_e4m3(inside), inside.astype(E4M3).view(np.uint8))
+
+
+@pytest.mark.parametrize("isa", native.available()[1:])
+def test_many_random_float32_through_the_fp8_kernel(isa):
+    """Beside 448 a block's scale is one: what is left is the kernel's rounding."""
+    rng = np.random.default_rng(21)
+    share = LONG // len(native.available()[1:])
+    for _ in range(0, share, PIECE):
+        values = rng.integers(0x39800000, 0x43E00001, (128, PIECE // 128)).astype(np.uint32)
+        values |= rng.integers(0, 2, values.shape).astype(np.uint32) << np.uint32(31)
+        source = values.view(np.float32)
+        source[0, ::128] = 448
+        with native.forced(isa):
+            codes = encoded("fp8", source, "F32")
+        assert np.array_equal(codes, source.astype(E4M3).view(np.uint8))

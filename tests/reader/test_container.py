@@ -40,14 +40,19 @@ make = _generator()
 
 @pytest.fixture(scope="session")
 def converted(tiny, tmp_path_factory) -> dict[str, Path]:
-    """tiny-moe (H = 256, I = 128, 16 experts) in both codecs."""
+    """tiny-moe (H = 256, I = 128, 16 experts) in every codec."""
     root = tmp_path_factory.mktemp("reader")
-    for codec in ("int8", "fp8"):
+    for codec in codecs.registry():
         prepare(tiny, root / codec, codecs.get(codec), workers=2)
-    return {codec: root / codec for codec in ("int8", "fp8")}
+    return {codec: root / codec for codec in codecs.registry()}
 
 
-@pytest.fixture(params=["int8", "fp8"])
+def roles_of(container) -> tuple[str, ...]:
+    """What its codec stores of a matrix."""
+    return tuple(t.role for t in container.layers[0].file.codec.tensors(128, 256))
+
+
+@pytest.fixture(params=sorted(codecs.registry()))
 def container(request, converted):
     return open_container(converted[request.param])
 
@@ -82,7 +87,7 @@ def test_every_view_lies_in_the_mapped_file(container):
     if layer.entry.sidecar:
         ranges.append(mapped_range(container.path / layer.entry.sidecar))
     views = views_of(expert)
-    assert len(views) >= 8
+    assert len(views) >= 4 * len(roles_of(container))
     for view in views:
         at = address(view.array)
         assert any(b <= at and at + view.nbytes <= e for b, e in ranges)
@@ -95,7 +100,7 @@ def test_views_are_at_the_offsets_of_the_layout(container):
     for number in (0, 7, 15):
         expert = layer.expert(number)
         for part in PARTS:
-            for role in ("codes", "scales"):
+            for role in roles_of(container):
                 view = getattr(getattr(expert, part), role)
                 assert address(view.array) == layer.pointer + number * layer.stride + layer.offsets[part, role]
                 slot = layer.layout.record.slot(part, role)
@@ -117,7 +122,7 @@ def test_the_bytes_are_the_files(container):
 def test_gate_up_is_gate_then_up(container):
     expert = container.layers[2].expert(3)
     both, gate, up = expert.gate_up, expert.gate, expert.up
-    for role in ("codes", "scales"):
+    for role in roles_of(container):
         fused, first, second = (getattr(m, role) for m in (both, gate, up))
         assert fused is not None, "128 divides 128"
         assert address(fused.array) == address(first.array)
@@ -184,7 +189,7 @@ def test_torch_shares_memory(container, oracle):
     torch = oracle("torch")
     expert = container.layers[0].expert(4)
     kinds = {"I8": torch.int8, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16,
-             "I32": torch.int32}  # fmt: skip
+             "I32": torch.int32, "U32": torch.uint32}  # fmt: skip
     for view in views_of(expert):
         tensor = view.torch()
         assert tensor.dtype == kinds[view.dtype] and tuple(tensor.shape) == view.shape
@@ -195,10 +200,17 @@ def test_torch_shares_memory(container, oracle):
 def test_torch_decodes_to_our_values(container, oracle):
     torch = oracle("torch")
     matrix = container.layers[0].expert(4).down
-    codes, scales = matrix.codes.torch().to(torch.float32), matrix.scales.torch().to(torch.float32)
-    if container.manifest.codec == "fp8":
+    codec, codes = container.manifest.codec, matrix.codes.torch()
+    scales, biases = (None if v is None else v.torch().to(torch.float32) for v in (matrix.scales, matrix.biases))
+    if codec in ("q3", "q4"):
+        stream = codes.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        codes = (stream.reshape(matrix.rows, matrix.columns, -1).to(torch.int32) << torch.arange(int(codec[1]))).sum(2)
+        scales, biases = (v.repeat_interleave(64, 1) for v in (scales, biases))
+    elif codec == "fp8":
         scales = scales.repeat_interleave(128, 0)[: matrix.rows].repeat_interleave(128, 1)[:, : matrix.columns]
-    assert np.array_equal((codes * scales).numpy().view(np.uint32), matrix.decode().view(np.uint32))
+    values = codes.to(torch.float32) if scales is None else codes.to(torch.float32) * scales
+    values = values if biases is None else values + biases
+    assert np.array_equal(values.numpy().view(np.uint32), matrix.decode().view(np.uint32))
 
 
 def test_a_torch_tensor_outlives_its_container(converted, oracle):

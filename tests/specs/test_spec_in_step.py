@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
-from pagestone.convert.plan import DENSE_SHARD
+from pagestone.convert.plan import DENSE_SHARD, config_with, stated_config
 from pagestone.formats import codecs, layer_file, layout, manifest, safetensors_header
 from pagestone.formats.codecs import ConfigFacts
 from pagestone.formats.codecs.fp8 import PARTIAL_BLOCKS, VALUES
@@ -25,6 +25,7 @@ from pagestone.formats.stats import sum_of_squares
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = ROOT / "specs"
+VECTORS = ROOT / "tests" / "vectors" / "accept"
 CODE = ("convert", "formats", "reader", "validate", "scripts/pagestone")
 
 
@@ -107,9 +108,12 @@ def test_metadata_keys(codec, bias):
 
 def test_record_examples():
     found = marked(page("container.md"), "record")
-    assert len(found) >= 3
-    for (name, parameters, hidden, inter), rows in found:
-        record = layout.record_layout(codecs.get(name, json.loads(parameters)), ExpertShape(int(hidden), int(inter)))
+    assert {words[0] for words, _ in found} >= {"int8", "fp8", "bf16", "q4"}
+    assert any(len(words) == 5 for words, _ in found), "one with biases of experts"
+    for words, rows in found:
+        name, parameters, hidden, inter, *bias = words
+        shape = ExpertShape(int(hidden), int(inter), bias[0] if bias else None)
+        record = layout.record_layout(codecs.get(name, json.loads(parameters)), shape)
         part_of = dict(zip(layout.PARTS, layout.PART_NAMES, strict=True))
         assert rows == [
             [
@@ -121,8 +125,15 @@ def test_record_examples():
             ]
             for s in record.slots
         ]
-        before = page("container.md").split(f"<!-- record: {name} {parameters} {hidden} {inter} -->")[0]
-        assert f"stride {record.stride}" in before.rstrip().splitlines()[-1]
+        before = page("container.md").split(f"<!-- record: {' '.join(words)} -->")[0].rstrip().split("\n\n")[-1]
+        assert f"stride {record.stride}" in before
+        vector = re.search(r"tests/vectors/accept/([a-z0-9-]+)", before)
+        if vector:
+            twin = json.loads((VECTORS / f"{vector[1]}.json").read_text(encoding="utf-8"))
+            layer = twin["layers"][0]
+            assert (twin["codec"], twin["parameters"]) == (name, json.loads(parameters))
+            found = (layer["hidden"], layer["intermediate"], layer["bias_dtype"], layer["stride"])
+            assert found == (shape.hidden, shape.intermediate, shape.bias_dtype, record.stride)
 
 
 def test_order_of_a_record():
@@ -232,17 +243,34 @@ def test_the_two_sums_follow_the_text():
 
 
 def test_every_codec_has_a_page():
-    assert [p.stem for p in codec_pages()] == sorted(codecs.registry())
+    described = [words[0] for path in codec_pages() for words, _ in marked(path.read_text("utf-8"), "tensors")]
+    assert sorted(described) == sorted(codecs.registry())
+    for path in codec_pages():
+        text = path.read_text(encoding="utf-8")
+        mine = {words[0] for words, _ in marked(text, "tensors")}
+        assert {words[0] for words, _ in marked(text, "encode")} == mine
+        assert all(f"`{name}`" in text.splitlines()[0] for name in mine), "the title names what the page describes"
 
 
-@pytest.mark.parametrize("path", codec_pages(), ids=lambda p: p.stem)
-def test_stored_tensors(path):
-    text = path.read_text(encoding="utf-8")
-    ((name, parameters), rows) = marked(text, "tensors")[0]
-    codec = codecs.get(name, json.loads(parameters))
-    assert codec.parameters == json.loads(parameters) and name == path.stem
-    for r, c in ((1, 1), (128, 256), (160, 192), (37, 21)):
+def on_pages(word: str) -> list[tuple[str, dict, list[str], list[list[str]]]]:
+    """Codec, parameters, headings and rows of every table of the codecs' pages that `<!-- word: ... -->` marks."""
+    found = []
+    for path in codec_pages():
+        text = path.read_text(encoding="utf-8")
+        headings = re.findall(rf"<!-- {word}: .*? -->\n\|(.*)\|\n", text)
+        for (words, rows), heading in zip(marked(text, word), headings, strict=True):
+            found.append((words[0], json.loads(words[1]), [c.strip() for c in heading.split("|")], rows))
+    return found
+
+
+@pytest.mark.parametrize(("name", "parameters", "_", "rows"), on_pages("tensors"))
+def test_stored_tensors(name, parameters, _, rows):
+    codec = codecs.get(name, parameters)
+    assert codec.parameters == parameters
+    step = parameters.get("group_size", 1)  # what a row's length must be a multiple of
+    for r, c in ((1, step), (128, 256), (160, 192), (37, 21 * step)):
         value = {"R": r, "C": c, "1": 1, "ceil(R/128)": -(-r // 128), "ceil(C/128)": -(-c // 128)}
+        value |= {"C/64": c // 64, "C*3/32": c * 3 // 32, "C*4/32": c * 4 // 32}
         stated = [
             (role, suffix.strip("`"), dtype, tuple(value[d.strip()] for d in shape.strip("[]").split(",")), where)
             for role, suffix, dtype, shape, where in rows
@@ -252,30 +280,56 @@ def test_stored_tensors(path):
         assert stated == found
 
 
-def floats(cell: str) -> np.ndarray:
-    return np.array([[int(word, 16) for word in cell.split()]], np.uint32).view(np.float32)
+def test_parameters():
+    """Every parameter and value that a page states is taken, and the first is the default."""
+    stated: dict[str, dict[str, list]] = {name: {} for name in codecs.registry()}
+    for path in codec_pages():
+        text = path.read_text(encoding="utf-8")
+        rows = [r for t in tables(text.split("\n## ")[0]) for r in t]
+        for name in {words[0] for words, _ in marked(text, "tensors")}:
+            for parameter, values, _ in rows:
+                words = [v.strip(" `") for v in values.split(",")]
+                stated[name][parameter.strip("`")] = [int(w) if w.isdigit() else w for w in words]
+    for name, parameters in stated.items():
+        assert codecs.get(name).parameters == {p: values[0] for p, values in parameters.items()}
+        for parameter, values in parameters.items():
+            for value in values:
+                assert codecs.get(name, {parameter: value}).parameters[parameter] == value
+        for option in codecs.registry()[name].options:
+            assert list(option.choices) == parameters[option.name]
 
 
-@pytest.mark.parametrize("path", codec_pages(), ids=lambda p: p.stem)
-def test_worked_examples(path):
-    ((name, parameters), rows) = marked(path.read_text(encoding="utf-8"), "encode")[0]
-    codec = codecs.get(name, json.loads(parameters))
-    assert len(rows) >= 5
+def numbers(cell: str, base: int) -> list[int]:
+    return [int(word, base) for word in cell.split()]
+
+
+def bits(array: np.ndarray) -> list[int]:
+    return array.reshape(-1).view(f"<u{array.itemsize}").tolist()
+
+
+@pytest.mark.parametrize(("name", "parameters", "headings", "rows"), on_pages("encode"))
+def test_worked_examples(name, parameters, headings, rows):
+    """Weights of four digits are BF16 bits, of eight float32's; codes of int8 are decimal, all others hexadecimal."""
+    codec = codecs.get(name, parameters)
+    assert len(rows) >= 4 and headings[0] == "Weights"
     for row in rows:
-        weight = floats(row[0])
+        cells = dict(zip(headings, row, strict=True))
+        dtype = "F32" if len(cells["Weights"].split()[0]) == 8 else "BF16"
+        weight = np.array([numbers(cells["Weights"], 16)], "<u4" if dtype == "F32" else "<u2")
+        weight = weight.view(np.float32) if dtype == "F32" else weight
         out = codec.allocate(*weight.shape)
-        if row[-1] == "refused":
+        if cells.get("Decoded") == "refused":
             with pytest.raises(NonFiniteError):
-                codec.encode(weight, "F32", out)
+                codec.encode(weight, dtype, out)
             continue
-        codec.encode(weight, "F32", out)
-        bits = out["scales"].view({2: "<u2", 4: "<u4"}[out["scales"].itemsize]).reshape(-1).tolist()
-        assert bits == [int(row[1], 16)]
-        codes = out["codes"].reshape(-1).tolist()
-        assert codes == [int(w, 16 if name == "fp8" else 10) for w in row[2].split()]
-        if "row_sums" in out:
-            assert out["row_sums"].tolist() == [int(row[3])]
-        assert np.array_equal(codec.decode(out, *weight.shape).view("<u4"), floats(row[-1]).view("<u4"))
+        codec.encode(weight, dtype, out)
+        found = {"Codes": out["codes"].reshape(-1).tolist(), "Decoded": bits(codec.decode(out, *weight.shape))}
+        found |= {h: bits(out[r]) for h, r in (("Scale", "scales"), ("Bias", "biases")) if r in out}
+        found |= {"Row sum": out["row_sums"].tolist()} if "row_sums" in out else {}
+        assert set(headings) - {"Weights"} >= {"Codes", *(h for h in found if h in ("Scale", "Bias", "Row sum"))}
+        for heading in headings[1:]:
+            base = 10 if heading == "Row sum" or (heading, name) == ("Codes", "int8") else 16
+            assert found[heading] == numbers(cells[heading], base), (heading, row)
 
 
 def test_e4m3_table():
@@ -290,13 +344,38 @@ def test_e4m3_table():
 
 @pytest.mark.parametrize("path", codec_pages(), ids=lambda p: p.stem)
 def test_quantization_config(path):
-    text = path.read_text(encoding="utf-8")
-    stated = json.loads(re.search(r"```json\n(.*?)```", text, re.S)[1])
+    text = section(path.read_text(encoding="utf-8"), "## `quantization_config`")
+    found = re.findall(r"```json\n(.*?)```", text, re.S)
+    stated = json.loads(found[0]) if found else None
     facts = ConfigFacts(("...",), ((128, 256), (256, 128)))
-    assert codecs.get(path.stem).quantization_config(facts) == stated
+    mine = sorted({words[0] for words, _ in marked(path.read_text(encoding="utf-8"), "tensors")})
+    made = {name: codecs.get(name).quantization_config(facts) for name in mine}
+    if path.stem == "affine":
+        assert made["q4"] == stated and made["q3"] == stated | {"bits": 3} and '"bits": 3' in text
+        assert codecs.get("q4", {"group_size": 32}).quantization_config(facts) == stated | {"group_size": 32}
+        assert all(set(codecs.registry()[n].config_keys) == {"quantization_config", "quantization"} for n in mine)
+    else:
+        assert list(made.values()) == [stated]
+        assert all(codecs.registry()[n].config_keys == ("quantization_config",) for n in mine)
     if path.stem == "fp8":
         partial = codecs.get("fp8").quantization_config(ConfigFacts((), ((160, 192),)))
         assert partial["activation_scheme"] == PARTIAL_BLOCKS and f"`{PARTIAL_BLOCKS}`" in text
+
+
+@pytest.mark.parametrize("name", sorted(codecs.registry()))
+def test_who_may_load_it(name):
+    text = section(page("container.md"), "### Who may load it")
+    stated = json.loads(re.search(r"```json\n(.*?)```", text, re.S)[1])
+    codec, facts = codecs.get(name), ConfigFacts((), ((128, 128),))
+    own = codec.quantization_config(facts)
+    found = stated_config(codec, facts, loadable=False)
+    assert found == stated | {k: v for k, v in (own or {}).items() if k != "quant_method"}
+    assert stated_config(codec, facts, loadable=True) == own
+    source = {"quantization": 1, "compression_config": 2, "text_config": {"quantization_config": 3}, "x": 4}
+    config = config_with(source, found, codec.config_keys)
+    wanted = dict.fromkeys(codec.config_keys, found)
+    assert config == {"x": 4, "text_config": wanted} | wanted
+    assert config_with(source, None, codec.config_keys) == {"x": 4, "text_config": {}}
 
 
 def test_views_hold_every_stored_type():
@@ -330,7 +409,14 @@ def test_error_tables_are_complete_and_in_order():
 
 
 def test_exit_codes_are_those_of_the_classes():
-    exits = {"DataError": "1", "RequestError": "2", "LayoutError": "2", "MachineError": "3", "Interrupted": "130"}
+    exits = {
+        "DataError": "1",
+        "LeaseError": "1",
+        "RequestError": "2",
+        "LayoutError": "2",
+        "MachineError": "3",
+        "Interrupted": "130",
+    }
     stated = stated_errors()
     seen = 0
     for path, text in sources().items():

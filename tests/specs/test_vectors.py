@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from pagestone.formats import codecs
+from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import PagestoneError
-from pagestone.formats.layout import PARTS
+from pagestone.formats.layout import PARTS, tensor_name
 from pagestone.reader.container import open_container
 from pagestone.validate import plain_reader
 from pagestone.validate.verify import verify
@@ -54,10 +56,12 @@ def touch_everything(root: Path) -> None:
 
 
 def test_there_are_enough():
-    assert len(ACCEPT) >= 4 and len(REJECT) >= 20
-    codecs = {load("accept", name)["codec"] for name in ACCEPT}
-    pages = {p.stem for p in (ROOT / "specs" / "codecs").glob("*.md")}
-    assert codecs == pages, "every codec has a page and a vector"
+    assert len(ACCEPT) >= 12 and len(REJECT) >= 90
+    twins = [load("accept", name) for name in ACCEPT]
+    assert {t["codec"] for t in twins} == set(codecs.registry()), "every codec has a vector"
+    assert {t["codec"] for t in twins for x in t["layers"] if x["bias_dtype"]} >= {"bf16", "fp8"}
+    assert {t["codec"] for t in twins if t["partial"]} >= {"int8", "q4"}
+    assert sum(p.stat().st_size for p in VECTORS.rglob("*") if p.is_file()) < 1_300_000
 
 
 @pytest.mark.parametrize("name", ACCEPT)
@@ -80,6 +84,16 @@ def test_our_reader_finds_what_the_twin_says(name):
                 same_values(matrix.decode(), values[part])
                 if matrix.row_sums is not None:
                     assert matrix.row_sums.array[:4].tolist() == values[part]["first_row_sums"]
+                assert (matrix.bias is None) == (wanted["bias_dtype"] is None)
+                if matrix.bias is not None:
+                    assert matrix.bias.dtype == wanted["bias_dtype"]
+                    same_bias(to_f32(matrix.bias.array, matrix.bias.dtype), values[part])
+
+
+def same_bias(bias: np.ndarray, wanted: dict) -> None:
+    bits = np.ascontiguousarray(bias, "<f4").view("<u4")
+    assert [f"{b:08x}" for b in bits[:4].tolist()] == wanted["bias_first_f32"]
+    assert xxhash.xxh3_128_hexdigest(bits.tobytes()) == wanted["bias_xxh3_128"]
 
 
 def same_values(decoded: np.ndarray, wanted: dict) -> None:
@@ -100,8 +114,12 @@ def test_the_plain_reader_finds_what_the_twin_says(name):
             (s["name"], s["dtype"], s["shape"], s["offset"], s["bytes"]) for s in wanted["record"]
         ]
         for expert, values in enumerate(wanted["values"]):
-            for part, matrix in layer.decode(expert).items():
-                same_values(matrix, values[part])
+            found = layer.decode(expert)
+            assert set(found) == {*PARTS, *(f"{p}.bias" for p in PARTS if wanted["bias_dtype"])}
+            for part in PARTS:
+                same_values(found[part], values[part])
+                if wanted["bias_dtype"]:
+                    same_bias(found[f"{part}.bias"], values[part])
 
 
 @pytest.mark.parametrize("name", ACCEPT)
@@ -112,23 +130,19 @@ def test_verify_has_nothing_to_say(name):
 
 @pytest.mark.parametrize("name", ACCEPT)
 def test_plain_safetensors_reads_every_file(name):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    twin = load("accept", name)
-    if twin["codec"] == "fp8":  # NumPy has no float8: names and shapes only
-        from safetensors import safe_open
-
-        with safe_open(VECTORS / "accept" / name / twin["layers"][0]["file"], "np") as file:
-            count = len(twin["layers"][0]["record"]) * twin["layers"][0]["experts"]
-            assert len(file.keys()) == count
-        return
+    safe_open = pytest.importorskip("safetensors").safe_open
     container = open_container(VECTORS / "accept" / name)
-    for layer in container.layers.values():
-        tensors = safetensors.load_file(VECTORS / "accept" / name / layer.entry.file)
-        for expert in layer:
-            for part in PARTS:
-                stem = f"{layer.file.prefix}.{expert.number}.{part}_proj"
-                assert np.array_equal(tensors[f"{stem}.weight"], getattr(expert, part).codes.array)
-                assert np.array_equal(tensors[f"{stem}.weight_scale"], getattr(expert, part).scales.array)
+    for layer in [*container.layers.values(), *container.mtp.values()]:
+        slots = layer.layout.record.slots
+        with safe_open(VECTORS / "accept" / name / layer.entry.file, "np") as file:
+            assert len(file.keys()) == len(slots) * len(layer)
+            for expert in layer:
+                for slot in slots:
+                    tensor = tensor_name(layer.file.prefix, expert.number, layer.file.part_names, slot)
+                    assert file.get_slice(tensor).get_shape() == list(slot.shape)
+                    if slot.dtype not in ("BF16", "F8_E4M3"):  # NumPy has neither
+                        raw = expert.record[slot.offset : slot.offset + slot.nbytes]
+                        assert file.get_tensor(tensor).tobytes() == raw.tobytes()
 
 
 @pytest.mark.parametrize("name", REJECT)

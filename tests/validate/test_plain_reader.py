@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
+from pagestone.formats.dtypes import to_f32
 from pagestone.formats.layout import PARTS
 from pagestone.reader.container import open_container
 from pagestone.validate import plain_reader
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "validate" / "plain_reader.py"
+
+
+def _generator() -> ModuleType:
+    if "make_vectors" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
+        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["make_vectors"])
+    return sys.modules["make_vectors"]
+
+
+make = _generator()
 
 
 def test_it_is_short():
@@ -35,11 +49,27 @@ def test_it_imports_nothing_of_ours():
     assert imported - set(sys.stdlib_module_names) == {"numpy", "xxhash"}
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_it_agrees_with_our_reader(tiny, tmp_path, codec):
-    prepare(tiny, tmp_path / "out", codecs.get(codec), workers=2)
-    ours = open_container(tmp_path / "out")
-    container_id, layers = plain_reader.read(tmp_path / "out")
+ALL = [(name, {}) for name in sorted(codecs.registry())] + [("q3", {"group_size": 32}), ("q4", {"group_size": 32})]
+
+
+@pytest.mark.parametrize(("codec", "parameters"), ALL)
+def test_it_agrees_with_our_reader(tiny, tmp_path, codec, parameters):
+    prepare(tiny, tmp_path / "out", codecs.get(codec, parameters), workers=2)
+    agrees(tmp_path / "out")
+
+
+@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_it_agrees_on_biases(tmp_path, codec, dtype):
+    make.write_source(tmp_path / "source", *make.gpt_oss(2, 128, 64, 5), dtype)
+    prepare(tmp_path / "source", tmp_path / "out", codecs.get(codec), workers=2)
+    assert agrees(tmp_path / "out") == 2 * 3
+
+
+def agrees(root: Path) -> int:
+    """Compare the two readers on every byte and value of a container; how many biases there were."""
+    ours, biases = open_container(root), 0
+    container_id, layers = plain_reader.read(root)
     assert container_id == ours.container_id
     mine = [*ours.layers.values(), *ours.mtp.values()]
     assert [x.path.name for x in layers] == [x.entry.file for x in mine]
@@ -47,10 +77,18 @@ def test_it_agrees_with_our_reader(tiny, tmp_path, codec):
         assert (plain.start, plain.stride, plain.count) == (layer.layout.data_start, layer.stride, len(layer))
         for expert in layer:
             assert plain.read(expert.number) == expert.record.tobytes()
-            for part, values in plain.decode(expert.number).items():
-                assert part in PARTS
-                decoded = getattr(expert, part).decode()
-                assert np.array_equal(values.view(np.uint32), decoded.view(np.uint32))
+            found = plain.decode(expert.number)
+            for part in PARTS:
+                matrix, bias = getattr(expert, part), found.pop(f"{part}.bias", None)
+                assert np.array_equal(found.pop(part).view(np.uint32), matrix.decode().view(np.uint32))
+                assert (bias is None) == (matrix.bias is None)
+                if bias is not None:
+                    biases += 1
+                    assert np.array_equal(
+                        bias.view(np.uint32), to_f32(matrix.bias.array, matrix.bias.dtype).view("<u4")
+                    )
+            assert not found
+    return biases
 
 
 def test_its_codec_table_is_complete():

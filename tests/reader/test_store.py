@@ -1,0 +1,396 @@
+"""Where bytes come from: the same views whatever the store, and damage that is named rather than read."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from kits.inference import Workshop, flip
+
+from pagestone.formats import codecs
+from pagestone.formats.errors import DataError, MachineError, RequestError
+from pagestone.formats.manifest import EXPERTS, read_experts, write_experts
+from pagestone.reader import files
+from pagestone.reader.container import Container, open_container
+from pagestone.reader.dense import dense_entries, load_dense
+from pagestone.reader.files import DirectFile
+from pagestone.reader.leases import Counters, LeaseError
+from pagestone.reader.store import StoreOptions, open_store
+
+CASES = [("mmap", None), ("resident", None), ("direct", 1), ("direct", 5), ("direct", None)]
+"""(io, budget in records)."""
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def damaged(workshop: Workshop, tmp_path: Path) -> Path:
+    """A copy of an int8 container, to be damaged."""
+    return workshop.copy("int8", tmp_path / "container")
+
+
+def options(container: Container, io: str, records: int | None, **how: Any) -> StoreOptions:
+    stride = container.layers[0].stride
+    return StoreOptions(io, None if records is None else records * stride, **how)
+
+
+def everything(container: Container, **how: Any) -> Iterator[tuple[int, int, bytes]]:
+    """(layer, expert, record) of every expert, through a store."""
+    store, _ = open_store(container, options(container, how.pop("io"), how.pop("records", None), **how))
+    try:
+        for number, layer in container.layers.items():
+            with store.step(number, range(len(layer))) as step:
+                for expert in range(len(layer)):
+                    with step.lease(expert) as lease:
+                        yield number, expert, lease.expert.record.tobytes()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(("io", "records"), CASES)
+@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+def test_every_store_gives_the_mapped_bytes(workshop: Workshop, codec: str, io: str, records: int | None) -> None:
+    """Records, and every view of one: codes, scales, biases and the fused gate_up."""
+    container = open_container(workshop.container(codec))
+    for number, expert, record in everything(container, io=io, records=records):
+        assert record == container.layers[number].expert(expert).record.tobytes()
+    store, _ = open_store(container, options(container, io, records))
+    with store.step(1, [3]) as step, step.lease(3) as lease:
+        want = container.layers[1].expert(3)
+        for part in ("gate", "up", "down", "gate_up"):
+            for role in ("codes", "scales", "biases"):
+                have, mapped = getattr(getattr(lease.expert, part), role), getattr(getattr(want, part), role)
+                assert (have is None) == (mapped is None)
+                if have is not None:
+                    assert have.dtype == mapped.dtype and np.array_equal(have.array, mapped.array)
+                    assert not have.array.flags.writeable
+        have = mapped = None
+    store.close()
+
+
+@pytest.mark.parametrize(("io", "records"), CASES)
+def test_the_rules_of_leasing_hold_in_every_store(workshop: Workshop, io: str, records: int | None) -> None:
+    """A lease beyond its step, a view beyond its lease, an expert beyond the step."""
+    container = open_container(workshop.container("int8"))
+    store, _ = open_store(container, options(container, io, records))
+    with pytest.raises(LeaseError, match="E1210"), store.step(0, [1]) as step:
+        step.lease(1)
+    with pytest.raises(LeaseError, match="E1211"), store.step(0, [1]) as step, step.lease(1) as lease:
+        kept = lease.expert.gate.codes.array
+    with pytest.raises(LeaseError, match="E1213"), store.step(0, [1]) as step:
+        step.lease(2)
+    assert store.open_leases == 0 and kept.shape
+    store.close()
+
+
+def test_torch_views_count_as_views(workshop: Workshop, oracle: Callable[[str], ModuleType]) -> None:
+    """A tensor made from a view keeps the lease's memory, and is caught like one."""
+    oracle("torch")
+    container = open_container(workshop.container("int8"))
+    store, _ = open_store(container, options(container, "direct", 3))
+    with pytest.raises(LeaseError, match="E1211"), store.step(0, [1]) as step, step.lease(1) as lease:
+        kept = lease.expert.gate.codes.torch()
+    assert kept.shape
+    store.close()
+
+
+def test_counters(workshop: Workshop) -> None:
+    """Direct counts what it reads, mmap what it maps, resident only hits."""
+    container = open_container(workshop.container("int8"))
+    stride = container.layers[0].stride
+    for io, wanted in (
+        ("direct", Counters(misses=2, bytes_read=2 * stride)),
+        ("mmap", Counters(misses=2, bytes_mapped=2 * stride)),
+        ("resident", Counters(hits=2)),
+    ):
+        store, _ = open_store(container, options(container, io, 4))
+        with store.step(2, [4, 9]) as step, step.lease(4):
+            pass
+        found = store.counters[2]
+        found.wait_seconds = 0.0
+        assert found == wanted and store.counters[0] == Counters()
+        store.close()
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_flipped_bit_names_file_and_expert(damaged: Path, threads: int) -> None:
+    """E1201 at the expert that is damaged, before a value of it is used; all others are read."""
+    layout = open_container(damaged).layers[2].layout
+    flip(damaged / "layers-02.safetensors", layout.record_offset(11) + 777)
+    seen = []
+    with pytest.raises(DataError) as error:
+        for number, expert, _ in everything(open_container(damaged), io="direct", records=4, threads=threads):
+            seen.append((number, expert))
+    assert error.value.code == "E1201" and "layers-02.safetensors" in str(error.value)
+    assert "expert 11" in str(error.value) and seen[-1] == (2, 10)
+    with pytest.raises(DataError, match=r"layers-02.*expert 11.*E1201"):
+        list(everything(open_container(damaged), io="resident"))
+
+
+def test_damage_while_open(damaged: Path) -> None:
+    """Bytes that change, and a file that is cut, after it was opened."""
+    container = open_container(damaged)
+    layout = container.layers[1].layout
+    store, _ = open_store(container, options(container, "direct", 2))
+    flip(container.layers[1].path, layout.record_offset(5) + 1)
+    os.truncate(container.layers[1].path, layout.record_offset(14) + 100)
+    for expert, code in ((5, "E1201"), (14, "E1202"), (15, "E1202")):
+        with pytest.raises(DataError, match=rf"layers-01.*expert {expert}.*{code}"), store.step(1, [expert]) as step:
+            step.lease(expert)
+    assert store.open_leases == 0
+    with store.step(1, [4]) as step, step.lease(4) as lease:
+        assert lease.expert.record.any()
+    store.close()
+
+
+def test_digests_are_believed_only_with_the_manifest(damaged: Path) -> None:
+    """A damaged record whose digest was "corrected" in experts.parquet: the manifest does not vouch for it (E1204)."""
+    container = open_container(damaged)  # lengths are compared when it is opened, and Parquet's may change
+    columns = read_experts(damaged / EXPERTS)
+    at = columns["file"].index("layers-03.safetensors")
+    columns["record_xxh3_128"][at] = "00" * 16
+    write_experts(damaged / EXPERTS, [columns])
+    with pytest.raises(DataError, match=r"experts\.parquet.*expert 0 of layers-03.*two.*E1204"):
+        open_store(container, StoreOptions("direct"))
+    columns["record_xxh3_128"][at : at + 3] = ["00" * 16] * 3
+    write_experts(damaged / EXPERTS, [columns])
+    with pytest.raises(DataError, match=r"experts\.parquet.*layers-03.*manifest states.*E1204"):
+        open_store(container, StoreOptions("direct"))
+
+
+def test_verify_on_read_can_be_switched_off(damaged: Path) -> None:
+    """Then a flipped bit is read as it is: what the audit of logits must catch alone."""
+    container = open_container(damaged)
+    flip(container.layers[0].path, container.layers[0].layout.record_offset(0))
+    assert len(list(everything(container, io="direct", records=3, verify=False))) == 64
+
+
+def test_dense_tensors(workshop: Workshop, damaged: Path) -> None:
+    """Read past the page cache or mapped: the same bytes, 64-byte aligned when read; damage names the file (E1205)."""
+    container = open_container(workshop.container("int8"))
+    names = list(dense_entries(container))
+    read, mapped = load_dense(container, names, "direct"), load_dense(container, names, "mmap")
+    assert read.arrays.keys() == mapped.arrays.keys() == set(names)
+    for name in names:
+        assert np.array_equal(read.arrays[name], mapped.arrays[name])
+        assert read.arrays[name].ctypes.data % 64 == 0
+    some = load_dense(container, names[3:5], "direct")
+    assert sorted(some.arrays) == sorted(names[3:5])
+    file, entry = dense_entries(container)[names[7]]
+    flip(damaged / file, entry.offset)
+    with pytest.raises(DataError, match=rf"{file}.*E1205"):
+        load_dense(open_container(damaged), [names[0]], "direct")
+
+
+# -- O_DIRECT ---------------------------------------------------------------------------------------------------------
+
+
+def test_direct_reads_do_not_fill_the_page_cache(workshop: Workshop, tmp_path: Path) -> None:
+    """Pages of a file read in direct mode are not resident afterwards (mincore by way of a map's counters)."""
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(64 * 4096))
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file = DirectFile(path)
+    if file.mode != "direct":
+        pytest.skip("this file system refuses O_DIRECT")
+    before = resident_pages(path)
+    buffer = memoryview(mmap.mmap(-1, 64 * 4096))
+    assert file.read_into(buffer, 0) == 64 * 4096 and bytes(buffer) == path.read_bytes()[: 64 * 4096]
+    file.close()
+    assert before <= 64
+    with path.open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file = DirectFile(path)
+    file.read_into(buffer, 0)
+    file.close()
+    assert resident_pages(path) == 0
+
+
+def test_a_direct_run_leaves_no_pages_behind(workshop: Workshop, tmp_path: Path) -> None:
+    """Layer files and dense files: neither tables nor records stay in the page cache."""
+    root = workshop.copy("int8", tmp_path / "container")
+    shards = sorted(root.glob("*.safetensors"))
+    for path in shards:
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    container = open_container(root)
+    store, _ = open_store(container, options(container, "direct", 4))
+    for number in container.layers:
+        with store.step(number, range(16)) as step:
+            for expert in range(16):
+                with step.lease(expert):
+                    pass
+    mode = store.mode
+    store.close()
+    dense = load_dense(container, list(dense_entries(container)), "direct")
+    if mode != "direct" or dense.mode != "direct":
+        pytest.skip("this file system refuses O_DIRECT")
+    read = [p for p in shards if p.name.startswith(("layers-", "dense-")) and "rowsum" not in p.name]
+    left = {p.name: resident_pages(p) for p in read}
+    assert set(left.values()) == {0}, left
+
+
+def resident_pages(path: Path) -> int:
+    """Pages of a file in the page cache, by mincore."""
+    import ctypes
+
+    with path.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    pages = -(-len(mapped) // 4096)
+    table = (ctypes.c_ubyte * pages)()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), table) == 0
+    return sum(b & 1 for b in table)
+
+
+def test_end_of_a_file_within_a_page(tmp_path: Path) -> None:
+    """The last, partial page is read too."""
+    path = tmp_path / "file"
+    data = os.urandom(3 * 4096 + 123)
+    path.write_bytes(data)
+    file = DirectFile(path)
+    buffer = memoryview(mmap.mmap(-1, 8 * 4096))
+    assert file.read_into(buffer, 0) == len(data) and bytes(buffer[: len(data)]) == data
+    assert file.read_into(buffer, 3 * 4096) == 123
+    assert file.read_into(buffer, 4 * 4096) == 0
+    file.close()
+
+
+@pytest.mark.parametrize("refusing", ["open", "preadv"])
+def test_a_file_system_without_direct_reads_is_said(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refusing: str
+) -> None:
+    """Refused at opening or at the first read: the bytes come through the page cache, and the mode says so."""
+    real_open, real_read = os.open, os.preadv
+    direct: set[int] = set()
+
+    def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT and refusing == "open":
+            raise OSError(errno.EINVAL, "no")
+        handle = real_open(path, flags, *rest, **named)
+        direct.discard(handle)
+        if flags & os.O_DIRECT:
+            direct.add(handle)
+        return handle
+
+    def preadv(handle: int, *rest: Any) -> int:
+        if handle in direct:
+            direct.discard(handle)
+            raise OSError(errno.EINVAL, "no")
+        return real_read(handle, *rest)
+
+    monkeypatch.setattr(files.os, "open", open_)
+    monkeypatch.setattr(files.os, "preadv", preadv)
+    container = open_container(workshop.container("int8"))
+    store, notes = open_store(container, options(container, "direct", 3, threads=1))
+    with store.step(0, [2]) as step, step.lease(2) as lease:
+        assert np.array_equal(lease.expert.record, container.layers[0].expert(2).record)
+    assert store.mode == "buffered"
+    assert "O_DIRECT" in notes[0]
+    store.close()
+    assert load_dense(container, list(dense_entries(container)), "direct").mode == "buffered"
+
+
+def test_an_io_error_is_the_machines(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1203, exit code 3, naming the file; the cache is usable afterwards."""
+    container = open_container(workshop.container("int8"))
+    store, _ = open_store(container, options(container, "direct", 3))
+    real, failing = os.preadv, [True]
+
+    def preadv(*arguments: Any) -> int:
+        if failing[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(files.os, "preadv", preadv)
+    with pytest.raises(MachineError, match=r"layers-00.*E1203") as error, store.step(0, [2]) as step:
+        step.lease(2)
+    assert error.value.exit_code == 3
+    failing[0] = False
+    with store.step(0, [2]) as step, step.lease(2) as lease:
+        assert np.array_equal(lease.expert.record, container.layers[0].expert(2).record)
+    store.close()
+
+
+def test_requests(workshop: Workshop) -> None:
+    """An unknown mode, and a budget below one record."""
+    container = open_container(workshop.container("int8"))
+    with pytest.raises(RequestError, match="E1240"):
+        open_store(container, StoreOptions("tape"))
+    with pytest.raises(RequestError, match="E1215"):
+        open_store(container, StoreOptions("direct", 100))
+
+
+def test_no_descriptor_is_left_open(workshop: Workshop) -> None:
+    """Opening and closing stores many times does not run out of files."""
+    container = open_container(workshop.container("int8"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        for _ in range(80):
+            store, _ = open_store(container, options(container, "direct", 3))
+            store.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- row sums ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("io", "records"), CASES)
+def test_row_sums_come_with_every_lease(workshop: Workshop, io: str, records: int | None) -> None:
+    """The sidecar's rows, cut as the matrices are; none where they are not wanted, or where a codec has none."""
+    container = open_container(workshop.container("int8"))
+    store, _ = open_store(container, options(container, io, records))
+    with store.step(1, [3, 5]) as step:
+        for number in (3, 5):
+            with step.lease(number) as lease:
+                for part in ("gate", "up", "down", "gate_up"):
+                    matrix = getattr(lease.expert, part)
+                    assert (matrix.row_sums.array == matrix.codes.array.sum(axis=1, dtype=np.int32)).all()
+                del matrix
+    store.close()
+    for codec, wanted in (("int8", False), ("fp8", True)):
+        container = open_container(workshop.container(codec))
+        store, _ = open_store(container, options(container, io, records, row_sums=wanted))
+        with store.step(1, [3]) as step, step.lease(3) as lease:
+            assert lease.expert.gate_up.row_sums is None and lease.expert.down.row_sums is None
+        store.close()
+
+
+def test_row_sums_are_compared_with_their_digest(damaged: Path) -> None:
+    """E1206 when a store that verifies opens; a map is not compared, nor a store that does not verify or want them."""
+    container = open_container(damaged)
+    name = container.layers[2].entry.sidecar
+    assert name is not None
+    path = damaged / name
+    flip(path, path.stat().st_size - 7)
+    for io in ("direct", "resident"):
+        with pytest.raises(DataError, match=rf"{name}: xxh3 of the row sums .*E1206"):
+            open_store(container, options(container, io, None))
+        for how in ({"verify": False}, {"row_sums": False}):
+            store, _ = open_store(container, options(container, io, None, **how))
+            store.close()
+    store, _ = open_store(container, options(container, "mmap", None))
+    store.close()
+    path.unlink()
+    with pytest.raises((DataError, MachineError), match=name):
+        open_store(container, options(container, "direct", None))

@@ -1,0 +1,92 @@
+"""`compare`: what a codec costs, against the source's own weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from kits.inference import TINY, Workshop, calm, command
+
+from pagestone.formats import codecs
+from pagestone.formats.errors import RequestError
+from pagestone.reader import host
+from pagestone.validate import fidelity
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries(oracle: Callable[[str], ModuleType]) -> None:
+    """Skip (or fail) the whole file without torch and transformers."""
+    oracle("torch")
+    oracle("transformers")
+    calm()
+
+
+TEXT, QUESTIONS = TINY / "heldout.txt", TINY / "questions.jsonl"
+BOUNDS = {"bf16": (0.0, 1.0), "int8": (0.002, 0.97), "fp8": (0.02, 0.92), "q4": (0.08, 0.85), "q3": (0.5, 0.6)}
+"""Largest KL and least top-1 agreement allowed for a codec; measured values are in the README."""
+NATIVE_BOUNDS = BOUNDS | {"bf16": (0.001, 0.98), "int8": (0.004, 0.95)}
+"""The same for native experts: activations in 8 bits cost int8 about as much again, and vanish beside q4's and q3's."""
+
+
+@pytest.fixture(scope="session")
+def workshop(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("fidelity"))
+
+
+@pytest.mark.parametrize("experts", host.EXPERTS)
+@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+def test_every_codec(workshop: Workshop, codec: str, experts: str) -> None:
+    """KL, top-1, perplexity and answers of each; bf16 with reference experts is the source itself, to the last bit."""
+    request = fidelity.Request(
+        workshop.container(codec), TINY, text=TEXT, questions=QUESTIONS, tokens=400, window=256, limit=4,
+        experts=experts,
+    )  # fmt: skip
+    found = fidelity.compare(request)
+    text, questions = found.text_result, found.questions
+    assert text is not None and questions is not None
+    assert text.positions == 400 and text.predicted == 398  # windows of 256 and 144
+    largest, least = BOUNDS[codec] if experts == host.REFERENCE else NATIVE_BOUNDS[codec]
+    assert 0 <= text.kl <= largest and text.top1 >= least
+    assert 2.5 < text.source_nats < 3.6 and abs(text.container_nats - text.source_nats) < 0.3
+    assert questions.asked == 4 and questions.source_right >= 3
+    if (codec, experts) == ("bf16", host.REFERENCE):
+        assert text.kl == text.kl_largest == 0.0 and text.top1 == 1.0 and text.container_nats == text.source_nats
+        assert questions.agree == 4 and questions.changed == []
+    else:
+        assert text.kl > 0 and found.experts == experts and f", {experts}" in found.text()
+
+
+def test_the_command(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table for people, JSON for programs."""
+    words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--tokens", "64", "--io", "mmap"]
+    assert command(*words) == 0
+    out = capsys.readouterr().out
+    assert "KL (nats)" in out and "top-1" in out and out.splitlines()[-1].startswith("int8")
+    assert command(*words, "--questions", QUESTIONS, "--limit", "2", "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["codec"] == "int8" and table["questions"]["asked"] == 2
+    assert math.isclose(math.log(table["text_result"]["source_perplexity"]), table["text_result"]["source_nats"])
+
+
+def test_requests(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing to compare on, a text too short, questions that are none."""
+    directory = workshop.container("int8")
+    assert command("compare", directory, "--source", TINY) == 2
+    assert "--text" in capsys.readouterr().err
+    (tmp_path / "text").write_text("a")
+    with pytest.raises(RequestError, match="E1311"):
+        fidelity.compare(fidelity.Request(directory, TINY, text=tmp_path / "text"))
+    (tmp_path / "questions").write_text('{"question": "x", "answer": "y"}\n{"q": 1}\n')
+    with pytest.raises(RequestError, match=r"line 2.*E1312"):
+        fidelity.read_questions(tmp_path / "questions", None)
+    assert fidelity.read_questions(tmp_path / "questions", 1) == [("x", "y")]
+
+
+def test_windows() -> None:
+    """Pieces in order; a last single id has nothing to predict and is left out."""
+    assert list(fidelity.windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5]]
+    assert list(fidelity.windows(range(8), 3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
