@@ -123,7 +123,8 @@ Experts = Annotated[
     str,
     typer.Option(
         help="native multiplies the codes as they are, with as many threads as torch (OMP_NUM_THREADS); reference "
-        "decodes each expert and lets torch multiply: slow, the oracle."
+        "decodes each expert and lets torch multiply: slow, the oracle; auto is native, but reference for bf16, where "
+        "nothing needs decoding."
     ),
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="End an answer after this many tokens.")]
@@ -144,7 +145,7 @@ class Opened:
 
 
 def open_model(
-    directory: Path, budget: str | None, io: str, threads: int, note: Any = lambda _: None, experts: str = "native"
+    directory: Path, budget: str | None, io: str, threads: int, note: Any = lambda _: None, experts: str = "auto"
 ) -> Opened:
     """The model of a container, ready to run; `note` is told how experts are read and multiplied."""
     from pagestone.reader import host
@@ -152,8 +153,8 @@ def open_model(
     from pagestone.reader.store import StoreOptions, open_store
 
     host.require()
-    host.check_experts(experts)
     container = open_container(directory)
+    experts = host.experts_for(container.manifest.codec, experts)
     host.check_runnable(container)
     sums = row_sum_bytes(container) if experts == host.NATIVE else 0
     if budget is not None and io != "direct":
@@ -201,7 +202,7 @@ def _run(
     budget: Budget = None,
     io: Io = "direct",
     threads: Threads = 2,
-    experts: Experts = "native",
+    experts: Experts = "auto",
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -229,7 +230,7 @@ def _run(
             counters = Totals.of(opened.store.counters).layers
             print(json.dumps(turn.table() | {
                 "directory": str(directory), "container_id": opened.container.container_id, "io": opened.store.mode,
-                "experts": experts,
+                "experts": opened.model.context.experts,
                 "peak_bytes": getattr(opened.store, "peak_bytes", None),
                 "layers": {str(n): c.table() for n, c in counters.items()},
             }, indent=1))  # fmt: skip
@@ -249,7 +250,7 @@ def _chat(
     budget: Budget = None,
     io: Io = "direct",
     threads: Threads = 2,
-    experts: Experts = "native",
+    experts: Experts = "auto",
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,

@@ -88,6 +88,8 @@ class ReferenceProducts:
         self._alternating = alternating
 
     def gate_up(self, rows: Tensor, expert: Expert) -> Tensor:
+        if not self._alternating and _is_plain(expert.gate_up, rows.dtype):
+            return nn.functional.linear(rows, _rounded(expert.gate_up, rows.dtype))
         gate, up = (_rounded(m, rows.dtype) for m in (expert.gate, expert.up))
         if self._alternating:
             return rows @ torch.stack([gate, up], dim=1).reshape(-1, gate.shape[1]).t().contiguous()
@@ -145,8 +147,18 @@ def require_native(dtype: torch.dtype) -> None:
         )
 
 
+def _is_plain(matrix: Matrix, dtype: torch.dtype) -> bool:
+    """Whether the codes are the weights, in the model's own dtype (bf16 containers)."""
+    return matrix.codes.dtype == "BF16" and matrix.scales is None and dtype == torch.bfloat16
+
+
 def _rounded(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in the model's dtype: decoded in float32 into a new array, rounded once."""
+    """[rows, columns] in the model's dtype: decoded in float32 into a new array, rounded once.
+
+    Codes that are the weights are taken where they lie: decoding and rounding would give the same bits.
+    """
+    if _is_plain(matrix, dtype):
+        return matrix.codes.torch()
     return torch.from_numpy(matrix.decode()).to(dtype)
 
 

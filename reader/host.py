@@ -33,6 +33,9 @@ PACKED = "pagestone_packed"
 """Our attention function's name in transformers' registries."""
 NATIVE, REFERENCE = EXPERTS = ("native", "reference")
 """How experts are multiplied: from their codes, or decoded first (`reader/experts.py`)."""
+AUTO = "auto"
+TORCH_IS_FASTER = frozenset({"bf16"})
+"""Codecs whose native product loses to torch's in the whole token (BENCHMARKS.md): there the default is reference."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
 
 
@@ -222,6 +225,14 @@ def load(
     if dense.mode == "buffered":
         host.notes.append("the file system refuses O_DIRECT: dense tensors were read through the page cache")
     return host
+
+
+def experts_for(codec: str, asked: str) -> str:
+    """One of `EXPERTS`: `asked` (E1244 if it is none), or for "auto" the faster one in the whole token."""
+    if asked == AUTO:
+        return REFERENCE if codec in TORCH_IS_FASTER else NATIVE
+    check_experts(asked)
+    return asked
 
 
 def check_experts(word: str) -> None:

@@ -12,10 +12,11 @@ import typer
 
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
+from pagestone.reader.container import open_container
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
-EXPERTS = "How experts are multiplied: native (from their codes) or reference (decoded, by torch)."
+EXPERTS = "How experts are multiplied: native (from codes), reference (decoded, by torch), or auto: the faster one."
 SHOWN = 50
 """Findings printed for people; --json has all."""
 
@@ -84,12 +85,13 @@ def _verify_logits(
     budget: Annotated[str | None, typer.Option(help="Memory for experts; default a quarter of all.")] = None,
     io: Annotated[str, typer.Option(help="How experts are streamed: direct or mmap.")] = "direct",
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2,
-    experts: Annotated[str, typer.Option(help=EXPERTS)] = "native",
+    experts: Annotated[str, typer.Option(help=EXPERTS)] = "auto",
     against: Annotated[Path | None, typer.Option(help="Compare with this audit instead of a resident run.")] = None,
     audit: Annotated[Path | None, typer.Option(help="Write an audit (JSON) here, and its traces beside it.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
 ) -> None:
+    from pagestone.reader import host
     from pagestone.reader.budget import parse_size
     from pagestone.validate import logits
 
@@ -100,7 +102,7 @@ def _verify_logits(
     request = logits.Request(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=experts,
+        experts=host.experts_for(open_container(directory).manifest.codec, experts),
     )  # fmt: skip
     result = logits.verify_logits(request, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
     if audit is not None:
@@ -121,10 +123,11 @@ def _compare(
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions.")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
-    experts: Annotated[str, typer.Option(help=EXPERTS)] = "native",
+    experts: Annotated[str, typer.Option(help=EXPERTS)] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
+    from pagestone.reader import host
     from pagestone.validate import fidelity
 
     if text is None and questions is None:
@@ -134,7 +137,7 @@ def _compare(
         )  # fmt: skip
     request = fidelity.Request(
         directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, budget=budget,
-        io=io, tokenizer=tokenizer, experts=experts,
+        io=io, tokenizer=tokenizer, experts=host.experts_for(open_container(directory).manifest.codec, experts),
     )  # fmt: skip
     result = fidelity.compare(request, lambda word: print(f"{word} ...", file=sys.stderr, flush=True))
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

@@ -299,3 +299,12 @@ def test_a_model_in_float32(workshop: Workshop) -> None:
     loaded = model(container, experts=host.REFERENCE)
     assert loaded.forward([1, 2])[0].dtype == torch.float32
     loaded.close()
+
+
+@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+def test_auto_is_native_but_for_bf16(codec: str) -> None:
+    """The default is the form that wins in the whole token; bf16's codes are torch's weights already."""
+    assert host.experts_for(codec, "auto") == ("reference" if codec == "bf16" else "native")
+    assert host.experts_for(codec, "native") == "native" and host.experts_for(codec, "reference") == "reference"
+    with pytest.raises(RequestError, match="E1244"):
+        host.experts_for(codec, "fast")
