@@ -239,7 +239,9 @@ def check_experts(word: str) -> None:
     """Refuse (E1244) what is none of `EXPERTS`."""
     if word not in EXPERTS:
         raise RequestError(
-            f"--experts expected to be one of {', '.join(EXPERTS)}, found {word!r}", code="E1244", remedy="choose one"
+            f"--experts expected to be one of {', '.join(EXPERTS)}, found {word!r}",
+            code="E1244",
+            remedy="choose one, or auto (on the command line) for the faster of the two",
         )
 
 
