@@ -256,7 +256,10 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
 
 
 def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, TensorEntry]:
-    """The tensors of a layer's sidecar by name, after checking that it belongs to `layer` and is complete."""
+    """The tensors of a layer's sidecar by name, after checking that it belongs to `layer`, is complete and says no more.
+
+    Raises `DataError` (E02xx). A sidecar is nobody's but ours: unlike a layer file it takes no key of others.
+    """
     file = Path(path)
     header = read_header(file)
     if header.metadata.get(f"{KEY}sidecar") != "row_sum":
@@ -272,6 +275,13 @@ def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, Te
             code="E0226",
             file=file,
             remedy="restore the file that was written together with its layer, or convert again",
+        )
+    for key in sorted(header.metadata.keys() - layer.sidecar_metadata().keys()):
+        raise DataError(
+            f"metadata of its layer and no others expected, found {key!r} too",
+            code="E0226",
+            file=file,
+            remedy="another program rewrote this file: restore it, or convert again",
         )
     _aligned(header, file)
     position, wanted = header.data_start, []

@@ -683,6 +683,9 @@ REJECT: dict[str, Rejected] = {
                                          "E0226", ("E0226",)),
     "sidecar-is-a-layer": Rejected(S, "the layer file in place of its sidecar",
                                    lambda root: shutil.copyfile(root / SMALL, root / SIDE), "E0220", ("E0220",)),
+    "sidecar-further-key": Rejected(S, "a sidecar with a metadata key of another program",
+                                    header(SIDE, lambda t: t["__metadata__"].update(producer="other")), "E0226",
+                                    ("E0226",)),
     # parameters, packed rows and biases
     "q4-group-size-unknown": Rejected("q4-groups", "a group size the codec does not have",
                                       manifest(lambda t: t["codec"].update(parameters={"group_size": 16})), "E0102",

@@ -130,8 +130,8 @@ class Layer:
         self.sums: Any = [[None] * self.count] * 3
         if has_sidecar:
             tensors, other, at = safetensors(side := root / entry["sidecar"])
-            mine = {k: v for k, v in found.items() if k not in ("pagestone.stride", "pagestone.offsets")}
-            need(other == mine | {"pagestone.sidecar": "row_sum"}, f"{side.name}: it belongs to another layer")
+            mine = {f"pagestone.{k}": v for k, v in texts.items() if k not in ("stride", "offsets")} | {"format": "pt"}
+            need(other == mine | {"pagestone.sidecar": "row_sum"}, f"{side.name}: its metadata are not its layer's")
             a, b, middle = (self.count, 2 * i), (self.count, h), at + 8 * self.count * i
             place = {"gate_up_proj": ("I32", a, at, middle - at), "down_proj": ("I32", b, middle, 4 * math.prod(b))}
             need(tensors == {f"{n}.row_sum": entry for n, entry in place.items()}, f"{side.name}: tensors")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -15,9 +17,11 @@ import pytest
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
 from pagestone.formats.dtypes import to_f32
+from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS
 from pagestone.reader.container import open_container
 from pagestone.validate import plain_reader
+from pagestone.validate.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "validate" / "plain_reader.py"
@@ -98,3 +102,19 @@ def test_its_codec_table_is_complete():
 def test_it_exits_1_and_prints_no_traceback(tmp_path):
     done = subprocess.run([sys.executable, str(FILE), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "manifest.json" in done.stderr
+
+
+def test_a_layer_file_may_say_more_and_its_sidecar_may_not(tmp_path):
+    """Keys of others mean nothing in a layer file, and its sidecar does not repeat them: all three readers agree."""
+    layer, side = "layers-01.safetensors", "layers-01.rowsum.safetensors"
+    said = make.header(layer, lambda t: t["__metadata__"].update(producer="other"))
+    repeated = make.header(side, lambda t: t["__metadata__"].update(producer="other"))
+    for name, change, refused in (("layer", said, False), ("both", make.both(said, repeated), True)):
+        root = tmp_path / name
+        shutil.copytree(ROOT / "tests" / "vectors" / "accept" / "int8-small", root)
+        change(root)
+        make.seal(root)
+        assert plain_reader.main(root) == int(refused)
+        assert {(f.code, f.file) for f in verify(root).findings} == ({("E0226", side)} if refused else set())
+        with pytest.raises(DataError, match="producer") if refused else nullcontext():
+            open_container(root).layers[1].expert(0)
