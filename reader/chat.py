@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import RequestError
-from pagestone.reader import host
 from pagestone.reader.budget import size_text
 from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Counters, Totals
+from pagestone.reader.text import chat_ids
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ class Conversation:
 
     def answer(self, messages: Sequence[dict[str, str]], limit: int, emit: Callable[[str], None]) -> Turn:
         """The assistant's turn after `messages` by the chat template."""
-        return self.turn(host.chat_ids(self.tokens, messages, self.root), limit, emit)
+        return self.turn(chat_ids(self.tokens, messages, self.root), limit, emit)
 
     def turn(self, ids: Sequence[int], limit: int, emit: Callable[[str], None]) -> Turn:
         """At most `limit` tokens after `ids`; text is emitted as soon as its characters are whole.

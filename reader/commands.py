@@ -210,21 +210,21 @@ def _run(
     tokenizer: Tokenizer = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
 ) -> None:
-    from pagestone.reader import host
     from pagestone.reader.chat import Conversation, Sampling
     from pagestone.reader.leases import Totals
+    from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
     sampling = Sampling(temperature, top_p, top_k, seed)
     open_container(directory)
-    tokens = host.tokenizer(directory, tokenizer)
+    tokens = open_tokenizer(directory, tokenizer)
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
-    ids = tokens(text)["input_ids"] if raw else host.chat_ids(tokens, messages, directory)
+    ids = tokens(text)["input_ids"] if raw else chat_ids(tokens, messages, directory)
     if not ids:
         raise RequestError("a prompt of at least one token expected, found none", code="E1243", remedy="say something")
     opened = open_model(directory, budget, io, threads, _note, experts)
     try:
-        talk = Conversation(opened.model, tokens, directory, sampling, host.end_tokens(directory))
+        talk = Conversation(opened.model, tokens, directory, sampling, end_tokens(directory))
         turn = talk.turn(ids, max_new_tokens, (lambda _: None) if as_json else _say)
         if as_json:
             counters = Totals.of(opened.store.counters).layers
@@ -257,13 +257,13 @@ def _chat(
     seed: Seed = 0,
     tokenizer: Tokenizer = None,
 ) -> None:
-    from pagestone.reader import host
     from pagestone.reader.chat import Conversation, Sampling, session
+    from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
     sampling = Sampling(temperature, top_p, top_k, seed)
     open_container(directory)
-    tokens = host.tokenizer(directory, tokenizer)
-    host.chat_ids(tokens, [{"role": "user", "content": "?"}], directory)
+    tokens = open_tokenizer(directory, tokenizer)
+    chat_ids(tokens, [{"role": "user", "content": "?"}], directory)
     opened = open_model(directory, budget, io, threads, _note, experts)
     shown = sys.stdin.isatty()
     if shown:
@@ -276,7 +276,7 @@ def _chat(
             return None
 
     try:
-        talk = Conversation(opened.model, tokens, directory, sampling, host.end_tokens(directory))
+        talk = Conversation(opened.model, tokens, directory, sampling, end_tokens(directory))
         session(talk, max_new_tokens, ask, _say, _note, system)
     finally:
         opened.model.close()

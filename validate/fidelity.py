@@ -18,6 +18,7 @@ from pagestone.formats.errors import RequestError
 from pagestone.reader import host
 from pagestone.reader.commands import open_model
 from pagestone.reader.host import HostModel
+from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def compare(request: Request, progress: Callable[[str], None] = lambda _: None) 
     """Run both models over the text and the questions."""
     host.require()
     questions = None if request.questions is None else read_questions(request.questions, request.limit)
-    tokens = host.tokenizer(request.source, request.tokenizer)
+    tokens = open_tokenizer(request.source, request.tokenizer)
     ids = None if request.text is None else _text_ids(request, tokens)
     opened = open_model(request.directory, request.budget, request.io, 2, experts=request.experts)
     try:
@@ -134,7 +135,7 @@ def compare(request: Request, progress: Callable[[str], None] = lambda _: None) 
             result.text_result = over_text(source, opened.model, ids, request.window)
         if questions is not None:
             progress(f"{len(questions)} questions")
-            ends = host.end_tokens(request.directory)
+            ends = end_tokens(request.directory)
             result.questions = over_questions(source, opened.model, tokens, request.source, questions, ends)
         return result
     finally:
@@ -215,7 +216,7 @@ def over_questions(
     """Ask both every question by the chat template; an answer is right if it is the expected one to the letter."""
     result = QuestionResult()
     for question, expected in questions:
-        ids = host.chat_ids(tokens, [{"role": "user", "content": question}], root)
+        ids = chat_ids(tokens, [{"role": "user", "content": question}], root)
         one, two = (answer(model, tokens, ids, ends) for model in (source, container))
         result.asked += 1
         result.source_right += one == expected

@@ -31,6 +31,7 @@ from pagestone.reader.container import Container, Layer, View, open_container
 from pagestone.reader.dense import DenseTensors
 from pagestone.reader.host import HostModel
 from pagestone.reader.store import ResidentStore, StoreOptions, open_store
+from pagestone.reader.text import open_tokenizer
 from pagestone.validate import audit as audits
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
@@ -69,7 +70,7 @@ def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
 
 def read_prompts(path: Path, container: Container, tokenizer: Path | None) -> list[Prompt]:
     """A prompt of text a line, without a chat template."""
-    tokens = host.tokenizer(container.path, tokenizer)
+    tokens = open_tokenizer(container.path, tokenizer)
     return [Prompt(line[:40], tuple(tokens(line)["input_ids"])) for line in _lines(path)]
 
 

@@ -27,6 +27,7 @@ from pagestone.reader import host
 from pagestone.reader.container import open_container
 from pagestone.reader.dense import dense_tensor
 from pagestone.reader.store import StoreOptions, open_store
+from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
 torch: Any
 
@@ -89,11 +90,11 @@ def test_bf16_is_unmodified_transformers(workshop: Workshop, plain: Any, attenti
 def test_greedy_text_is_what_generate_gives(workshop: Workshop, plain: Any) -> None:
     """transformers' own `generate` chooses the same tokens as feeding one at a time does here."""
     streamed = model(workshop.container("bf16"), budget=9 * 200_704)
-    tokens = host.tokenizer(TINY)
-    ids = host.chat_ids(tokens, [{"role": "user", "content": "What is the capital of France?"}], TINY)
+    tokens = open_tokenizer(TINY)
+    ids = chat_ids(tokens, [{"role": "user", "content": "What is the capital of France?"}], TINY)
     found = plain.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, eos_token_id=[1021, 1023])
     said, state, pending = [], None, ids
-    while not said or (said[-1] not in host.end_tokens(TINY) and len(said) < 20):
+    while not said or (said[-1] not in end_tokens(TINY) and len(said) < 20):
         logits, state = streamed.forward(pending, state)
         said.append(int(logits[-1].argmax()))
         pending = said[-1:]

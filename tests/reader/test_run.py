@@ -18,10 +18,10 @@ from kits.inference import TINY, Workshop, calm, command, model
 
 from pagestone.formats import native
 from pagestone.formats.errors import RequestError
-from pagestone.reader import host
 from pagestone.reader.budget import all_records, default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.chat import Conversation, Sampler, Sampling, Turn, session
 from pagestone.reader.container import open_container
+from pagestone.reader.text import end_tokens, open_tokenizer
 
 torch: Any
 
@@ -53,7 +53,7 @@ def directory(workshop: Workshop) -> Path:
 def talk(directory: Path) -> Any:
     """A conversation with tiny-moe in int8."""
     loaded = model(directory, budget=20 * 102_400)
-    made = Conversation(loaded, host.tokenizer(directory), directory, Sampling(), host.end_tokens(directory))
+    made = Conversation(loaded, open_tokenizer(directory), directory, Sampling(), end_tokens(directory))
     yield made
     loaded.close()
 
@@ -194,7 +194,7 @@ def test_bytes_of_one_character_are_emitted_together() -> None:
     """Tokens that are parts of a character wait for the rest; long texts are decoded piecewise without a seam."""
     from pagestone.reader.chat import _Text
 
-    tokens = host.tokenizer(TINY)
+    tokens = open_tokenizer(TINY)
     text = "äöü – 漢字 and words, " * 12
     ids = tokens(text)["input_ids"]
     assert len(ids) > 100
@@ -208,20 +208,20 @@ def test_bytes_of_one_character_are_emitted_together() -> None:
 
 def test_ends_are_the_union(tmp_path: Path) -> None:
     """Ints and lists, in generation_config.json, config.json and text_config; none at all is none."""
-    assert host.end_tokens(TINY) == {1021, 1023}
+    assert end_tokens(TINY) == {1021, 1023}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5, "text_config": {"eos_token_id": [6, 7]}}))
-    assert host.end_tokens(tmp_path) == {5, 6, 7}
+    assert end_tokens(tmp_path) == {5, 6, 7}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert host.end_tokens(tmp_path) == {5, 6, 7, 8}
+    assert end_tokens(tmp_path) == {5, 6, 7, 8}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
     (tmp_path / "generation_config.json").unlink()
-    assert host.end_tokens(tmp_path) == frozenset()
+    assert end_tokens(tmp_path) == frozenset()
 
 
 def test_any_of_the_ends_stops(directory: Path) -> None:
     """Every id of the union ends the answer, here one that is an ordinary token of it."""
     loaded = model(directory, "mmap")
-    tokens = host.tokenizer(directory)
+    tokens = open_tokenizer(directory)
     ordinary = tokens(PARIS)["input_ids"][3]
     turn = Conversation(loaded, tokens, directory, Sampling(), frozenset({ordinary, 1023})).answer(
         [{"role": "user", "content": FRANCE}], 50, lambda _: None
