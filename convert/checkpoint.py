@@ -6,7 +6,6 @@ Everything is checked before work starts: each shard must be exactly as long as 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS, MANIFEST, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
+from pagestone.formats.strict_json import Config, load_object
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -66,22 +66,18 @@ class Checkpoint:
     """The source is itself a bf16 container."""
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> Config:
         """The language model's part of the config: `text_config` if there is one, else the config itself."""
         nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        return Config(nested if isinstance(nested, dict) else self.config, self.path / CONFIG)
 
 
-def load_json(path: Path, code: str) -> dict[str, Any]:
-    """A JSON object from a file; `DataError` naming the file if it is something else."""
-    try:
-        value = json.loads(path.read_bytes())
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair, escaped, is JSON but no text
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"JSON expected: {error}", code=code, file=path, remedy="download the file again") from None
-    if not isinstance(value, dict):
-        raise DataError("a JSON object expected", code=code, file=path, remedy="download the file again")
-    return value
+def load_json(path: Path, code: str, *, loose: bool = False) -> dict[str, Any]:
+    """A JSON object from a file; `DataError` naming the file if it is something else.
+
+    `loose` takes what other programs take in a config: a key that stands twice, NaN and Infinity.
+    """
+    return load_object(path, code=code, remedy="download the file again", twice=loose, constants=loose)
 
 
 def _find_index(root: Path) -> Path | None:
@@ -148,7 +144,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
             file=root,
             remedy="give the directory that holds config.json and the .safetensors files",
         )
-    config = load_json(root / CONFIG, "E0407")
+    config = load_json(root / CONFIG, "E0407", loose=True)
     warnings: list[str] = []
     index = _find_index(root)
     weight_map: dict[str, str] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
-from pagestone.convert.family import Family, Fused
+from pagestone.convert.family import Family, Fused, depth_of
 from pagestone.convert.scales import ACTIVATION_SUFFIXES, UNREAD, block_size, resolve
 from pagestone.convert.sources import LayerSource, Tensors
 from pagestone.formats.dtypes import FLOATS
@@ -57,8 +57,8 @@ def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
     shape or scale that does not fit, two layouts in one layer; and if there are fewer MoE layers than the config says.
     """
     config = checkpoint.text_config
-    depth = config.get("num_hidden_layers")
-    if not isinstance(depth, int):
+    depth = depth_of(config)
+    if depth is None:
         raise DataError(
             "num_hidden_layers expected, found none", code="E0501", file=checkpoint.path / "config.json",
             remedy="download config.json again",

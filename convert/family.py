@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestone.formats.layout import PART_NAMES
+from pagestone.formats.strict_json import MAX_LAYERS, whole, wholes
 
 DECODERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
 """Where decoder layers stand: plain, and the two nestings multimodal checkpoints use."""
@@ -64,11 +65,9 @@ class Family:
     dense_layers: Callable[[Config], frozenset[int]] = no_dense_layers
 
     def experts_of(self, config: Config) -> int | None:
-        """Experts per layer as the config states them, or None."""
-        for field in self.count_fields:
-            if isinstance(config.get(field), int):
-                return int(config[field])
-        return None
+        """Experts per layer as the config states them, or None; `DataError` if it states something else there."""
+        stated = (whole(config, field) for field in self.count_fields)
+        return next((count for count in stated if count is not None), None)
 
     @property
     def markers(self) -> frozenset[str]:
@@ -83,19 +82,23 @@ class Family:
         return any(re.fullmatch(pattern, name) for pattern in self.known)
 
 
+def depth_of(config: Config) -> int | None:
+    """Decoder layers as the config states them, or None; `DataError` for what is no such number, or beyond reason."""
+    return whole(config, "num_hidden_layers", 1, MAX_LAYERS)
+
+
 def sparse_step_dense_layers(config: Config) -> frozenset[int]:
     """Dense layers of the Qwen families: `mlp_only_layers`, and those `decoder_sparse_step` skips."""
-    step = config.get("decoder_sparse_step") or 1
-    dense = set(config.get("mlp_only_layers") or ())
-    return frozenset(n for n in range(int(config.get("num_hidden_layers", 0))) if n in dense or (n + 1) % step)
+    step = whole(config, "decoder_sparse_step", 1) or 1
+    dense = set(wholes(config, "mlp_only_layers"))
+    return frozenset(n for n in range(depth_of(config) or 0) if n in dense or (n + 1) % step)
 
 
 def first_k_dense_layers(config: Config) -> frozenset[int]:
     """Dense layers of DeepSeek's and GLM's models: the first `first_k_dense_replace`, and all but every
     `moe_layer_freq`-th of the others."""
-    first, step = int(config.get("first_k_dense_replace") or 0), config.get("moe_layer_freq") or 1
-    step = step if isinstance(step, int) else 1
-    return frozenset(n for n in range(int(config.get("num_hidden_layers", 0))) if n < first or n % step)
+    first, step = whole(config, "first_k_dense_replace") or 0, whole(config, "moe_layer_freq", 1) or 1
+    return frozenset(n for n in range(depth_of(config) or 0) if n < first or n % step)
 
 
 SHARED_EXPERT = r"mlp\.(gate\.weight|shared_expert\.(gate|up|down)_proj\.weight|shared_expert_gate\.weight)"

@@ -6,13 +6,12 @@ reverse and refuses any file whose table of tensors is not exactly the one its m
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats import codecs
+from pagestone.formats import codecs, strict_json
 from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import canonical_json
 from pagestone.formats.errors import DataError, LayoutError, RequestError
@@ -27,6 +26,7 @@ from pagestone.formats.layout import (
     record_layout,
 )
 from pagestone.formats.safetensors_header import Header, TensorEntry, build_header, read_header
+from pagestone.formats.strict_json import brief
 
 SPEC_VERSION = "1"
 KEY = "pagestone."
@@ -145,27 +145,27 @@ def _described(header: Header, file: Path) -> LayerFile:
     def number(key: str, least: int) -> int:
         word = text(key)
         if not word.isascii() or not word.isdigit() or len(word) > 12 or int(word) < least or str(int(word)) != word:
-            raise fail(f"metadata {KEY + key} expected to be an integer of at least {least}, found {word!r}")
+            raise fail(f"metadata {KEY + key} expected to be an integer of at least {least}, found {brief(word)}")
         return int(word)
 
     if text("spec") != SPEC_VERSION:
-        raise fail(f"spec version {SPEC_VERSION} expected, found {text('spec')!r}")
+        raise fail(f"spec version {SPEC_VERSION} expected, found {brief(text('spec'))}")
     if text("block") not in BLOCKS:
-        raise fail(f"block expected to be one of {', '.join(BLOCKS)}, found {text('block')!r}")
+        raise fail(f"block expected to be one of {', '.join(BLOCKS)}, found {brief(text('block'))}")
     try:
-        parts = json.loads(text("parts"))
-        parameters = json.loads(text("parameters"))
-    except (ValueError, RecursionError) as error:
+        parts = strict_json.loads(text("parts"))
+        parameters = strict_json.loads(text("parameters"))
+    except ValueError as error:
         raise fail(f"metadata is not the JSON expected: {error}") from None
     if not isinstance(parts, list) or not all(isinstance(p, str) and p and "." not in p for p in parts):
-        raise fail(f"part names without dots expected, found {parts!r}")
+        raise fail(f"part names without dots expected, found {brief(parts)}")
     if len(parts) != 3 or len(set(parts)) != 3:
-        raise fail(f"three different part names expected, found {parts!r}")
+        raise fail(f"three different part names expected, found {brief(parts)}")
     if not isinstance(parameters, dict):
-        raise fail(f"codec parameters expected as an object, found {parameters!r}")
+        raise fail(f"codec parameters expected as an object, found {brief(parameters)}")
     bias = meta.get(KEY + "bias_dtype")
     if bias not in (None, "BF16", "F16", "F32"):
-        raise fail(f"bias type BF16, F16 or F32 expected, found {bias!r}")
+        raise fail(f"bias type BF16, F16 or F32 expected, found {brief(bias)}")
     try:
         codec = codecs.get(text("codec"), parameters)
         described = LayerFile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagestone.formats import strict_json
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
+from pagestone.formats.strict_json import brief
 
 MANIFEST = "manifest.json"
 EXPERTS = "experts.parquet"
@@ -97,13 +98,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         return DataError(message, code=code, file=file, remedy=remedy)
 
     try:
-        table = json.loads(raw.decode("utf-8"))
+        table = strict_json.loads(raw, twice=True)  # what is not canonical is refused below, as such
         version = table["pagestone"]["spec_version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise fail("a pagestone manifest expected, found something else", "E0301") from None
     if version != SPEC_VERSION:
         raise DataError(
-            f"spec version {SPEC_VERSION} expected, found {version!r}",
+            f"spec version {SPEC_VERSION} expected, found {brief(version)}",
             code="E0302",
             file=file,
             remedy="use a version of pagestone that knows it, or convert again",
@@ -112,16 +113,16 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         recorded = table.pop("digest")
         actual = digest(canonical_json(table)).hex()
         if recorded != actual:
-            raise fail(f"its own digest expected {recorded}, found {actual}", "E0303")
+            raise fail(f"its own digest expected {brief(recorded)}, found {actual}", "E0303")
         manifest = _manifest(table)
         stated = table["container_id"]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise fail(f"a field is missing or of another type: {error!r}", "E0304") from None
     for name in manifest.files:
         if not _plain(name):
-            raise fail(f"a plain file name expected, found {name!r}", "E0306")
+            raise fail(f"a plain file name expected, found {brief(name)}", "E0306")
     if manifest.container_id != stated:
-        raise fail(f"container id {stated} stated, the files listed give {manifest.container_id}", "E0305")
+        raise fail(f"container id {brief(stated)} stated, the files listed give {manifest.container_id}", "E0305")
     problem = _layer_problem(manifest)
     if problem is not None:
         raise fail(problem, "E0308")
@@ -134,7 +135,7 @@ def _typed(table: Any, key: str | int, *kinds: type) -> Any:
     """The value of a field; TypeError if it is of none of `kinds` (true and false are no integers)."""
     value = table[key]
     if type(value) not in kinds:
-        raise TypeError(f"{key}: {' or '.join(k.__name__ for k in kinds)} expected, found {value!r}")
+        raise TypeError(f"{key}: {' or '.join(k.__name__ for k in kinds)} expected, found {brief(value)}")
     return value
 
 
@@ -148,13 +149,15 @@ def _manifest(table: Any) -> Manifest:
     if partial is not None:
         first, end = (_typed(partial, n, int) for n in range(len(partial)))
         if not 0 <= first < end:
-            raise ValueError(f"partial: first < end expected, found {partial}")
+            raise ValueError(f"partial: first < end expected, found {brief(partial)}")
         partial = (first, end)
     files: dict[str, FileDigest] = {}
     for name, entry in _typed(table, "files", dict).items():
         digests = [bytes.fromhex(_typed(entry, key, str)) for key in ("xxh3_128", "sha256") if key in entry]
         if [len(d) for d in digests] not in ([16], [16, 32]) or _typed(entry, "bytes", int) < 0:
-            raise ValueError(f"{name}: bytes, 32 digits of xxh3_128 and perhaps 64 of sha256 expected, found {entry}")
+            raise ValueError(
+                f"{name}: bytes, 32 digits of xxh3_128 and perhaps 64 of sha256 expected, found {brief(entry)}"
+            )
         files[name] = FileDigest(entry["bytes"], *digests)
     return Manifest(
         codec=_typed(codec, "name", str),
@@ -190,14 +193,14 @@ def _layer_problem(manifest: Manifest) -> str | None:
         return "at least one layer expected, found none"
     keys = [(e.block, e.layer) for e in manifest.layers]
     if sorted(set(keys)) != keys:
-        return f"layers expected in order of block and number, each once, found {keys}"
+        return f"layers expected in order of block and number, each once, found {brief(keys)}"
     named = set()
     for e in manifest.layers:
         match = LAYER_NAME.fullmatch(e.file)
         if e.block not in BLOCKS or match is None or e.file != layer_file_name(e.block, e.layer, len(match[2])):
-            return f"a layer file named {layer_file_name(e.block, e.layer)} expected, found {e.file!r}"
+            return f"a layer file named {layer_file_name(e.block, e.layer)} expected, found {brief(e.file)}"
         if e.sidecar not in (None, sidecar_name(e.file)):
-            return f"a sidecar named {sidecar_name(e.file)} or none expected, found {e.sidecar!r}"
+            return f"a sidecar named {sidecar_name(e.file)} or none expected, found {brief(e.sidecar)}"
         if e.experts < 1:
             return f"{e.file}: at least one expert expected, found {e.experts}"
         named |= {e.file} if e.sidecar is None else {e.file, e.sidecar}

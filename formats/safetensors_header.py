@@ -8,15 +8,16 @@ ranges it names cover the data exactly, without hole or overlap, and match type 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagestone.formats import strict_json
 from pagestone.formats.dtypes import ITEM_BITS
 from pagestone.formats.errors import DataError
+from pagestone.formats.strict_json import brief
 
 MAX_HEADER = 100_000_000
 """Bytes: the limit the safetensors library itself enforces."""
@@ -41,19 +42,6 @@ class Header:
     metadata: dict[str, str]
     data_start: int
     file_size: int
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"the key {key!r} stands twice")
-        seen[key] = value
-    return seen
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON number")
 
 
 def what_is_it(start: bytes) -> str | None:
@@ -111,10 +99,8 @@ def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> He
     try:
         if not raw.startswith(b"{"):
             raise ValueError("it does not begin with '{'")
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_no_constant)
-        for name in table:
-            name.encode("utf-8")  # half a surrogate pair, escaped, is JSON but no name
-    except (ValueError, RecursionError) as error:  # covers bad UTF-8, bad JSON, duplicate keys, NUL padding
+        table = strict_json.loads(raw)
+    except ValueError as error:  # bad UTF-8, bad JSON, duplicate keys, NUL padding, numbers without end
         raise fail(f"the header is not the JSON safetensors prescribes: {error}", "E0204") from None
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -126,16 +112,17 @@ def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> He
             raise fail("an entry must have dtype, shape and data_offsets only", "E0206", name)
         dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-            raise fail(f"a known element type expected, found {dtype!r}", "E0207", name)
+            raise fail(f"a known element type expected, found {brief(dtype)}", "E0207", name)
         if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**63 for d in shape):
-            raise fail(f"a shape of non-negative integers expected, found {shape!r}", "E0208", name)
+            raise fail(f"a shape of non-negative integers expected, found {brief(shape)}", "E0208", name)
         if not isinstance(span, list) or len(span) != 2 or not all(type(o) is int for o in span):
-            raise fail(f"two offsets expected, found {span!r}", "E0209", name)
+            raise fail(f"two offsets expected, found {brief(span)}", "E0209", name)
         begin, end = span
-        bits = math.prod(shape) * ITEM_BITS[dtype]
-        if not 0 <= begin <= end or bits % 8 or end - begin != bits // 8:
+        bits = _bits_of(dtype, shape)
+        if not 0 <= begin <= end or bits != 8 * (end - begin):
+            takes = "more than any file holds" if bits is None else f"{bits} bits" if bits % 8 else f"{bits // 8} bytes"
             raise fail(
-                f"{dtype} {shape} takes {bits // 8} bytes, data_offsets {span} span {end - begin}", "E0210", name
+                f"{dtype} {brief(shape)} takes {takes}, data_offsets {brief(span)} span {end - begin}", "E0210", name
             )
         entries.append(TensorEntry(name, dtype, tuple(shape), data_start + begin, end - begin))
     entries.sort(key=lambda e: (e.offset, e.nbytes))
@@ -148,6 +135,19 @@ def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> He
     if position != file_size:
         raise fail(f"{position} bytes expected from the header, the file has {file_size}", "E0212")
     return Header(tuple(entries), metadata, data_start, file_size)
+
+
+def _bits_of(dtype: str, shape: list[int]) -> int | None:
+    """Bits a tensor takes; None if they are more than any file holds.
+
+    The product is given up as soon as it is that large: of many long sides it would be a number without end.
+    """
+    elements = 0 if 0 in shape else 1
+    for side in shape if elements else ():
+        elements *= side
+        if elements >= 2**63:
+            return None
+    return elements * ITEM_BITS[dtype]
 
 
 def build_header(
