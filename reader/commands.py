@@ -15,7 +15,7 @@ from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
-from pagestone.reader.container import Container, open_container
+from pagestone.reader.container import Container, open_container, open_to_run
 
 if TYPE_CHECKING:
     from pagestone.reader.host import HostModel
@@ -153,7 +153,7 @@ def open_model(
     from pagestone.reader.store import StoreOptions, open_store
 
     host.require()
-    container = open_container(directory)
+    container = open_to_run(directory)
     experts = host.experts_for(container.manifest.codec, experts)
     host.check_runnable(container)
     sums = row_sum_bytes(container) if experts == host.NATIVE else 0
@@ -215,7 +215,7 @@ def _run(
     from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
     sampling = Sampling(temperature, top_p, top_k, seed)
-    open_container(directory)
+    open_to_run(directory)
     tokens = open_tokenizer(directory, tokenizer)
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
@@ -261,7 +261,7 @@ def _chat(
     from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
 
     sampling = Sampling(temperature, top_p, top_k, seed)
-    open_container(directory)
+    open_to_run(directory)
     tokens = open_tokenizer(directory, tokenizer)
     chat_ids(tokens, [{"role": "user", "content": "?"}], directory)
     opened = open_model(directory, budget, io, threads, _note, experts)

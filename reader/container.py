@@ -12,7 +12,6 @@ it is mapped changes the views or ends the process (SIGBUS): mapping promises no
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,13 @@ import numpy as np
 
 from pagestone.formats import codecs
 from pagestone.formats.codecs import Codec
+from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PARTS, LayerLayout, Slot
-from pagestone.formats.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, read_manifest
+from pagestone.reader.files import RESTORE, MachineErrors, map_file
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ TORCH_NAMES = {
 }  # fmt: skip
 TALL = 4096
 """No codec has blocks of more rows; see `_stacks`."""
+PIECE = 1 << 20
+"""Bytes: side files are read in pieces of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +148,7 @@ class Expert:
 
 def _map(path: Path) -> Array:
     """uint8 view of a whole file, mapped privately."""
-    with path.open("rb") as handle:
-        mapped = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return np.frombuffer(mapped, np.uint8)
+    return np.frombuffer(map_file(path), np.uint8)
 
 
 def _slice(base: Array, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> View:
@@ -360,3 +361,28 @@ def open_container(path: str | os.PathLike[str]) -> Container:
                 remedy="restore it from a copy, or convert again",
             )
     return Container(root, manifest)
+
+
+def open_to_run(path: str | os.PathLike[str]) -> Container:
+    """`open_container`, and every side file is what the manifest says it is: for whoever runs the model.
+
+    config.json, the tokenizer, the chat template and generation_config.json decide what a model answers, and one bit
+    of them changes every answer. They are small, so all files but tensors and `experts.parquet` (whose digests are
+    checked as they are used) are compared with their digests. Raises `DataError` (E1216) besides.
+    """
+    container = open_container(path)
+    for name, known in container.manifest.files.items():
+        if name == EXPERTS or name.endswith(".safetensors"):
+            continue
+        file, hasher = container.path / name, Hasher()
+        with MachineErrors(file, "reading"), file.open("rb") as handle:
+            while piece := handle.read(PIECE):
+                hasher.update(piece)
+        if hasher.digest() != known.xxh3:
+            raise DataError(
+                f"xxh3 of the file expected {known.xxh3.hex()}, found {hasher.digest().hex()}: it was changed",
+                code="E1216",
+                file=file,
+                remedy=f"{RESTORE}; a changed config or template is converted again with the checkpoint",
+            )
+    return container

@@ -12,7 +12,7 @@ import typer
 
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
-from pagestone.reader.container import open_container
+from pagestone.reader.container import open_to_run
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
@@ -102,7 +102,7 @@ def _verify_logits(
     request = logits.Request(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=host.experts_for(open_container(directory).manifest.codec, experts),
+        experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
     )  # fmt: skip
     result = logits.verify_logits(request, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
     if audit is not None:
@@ -137,7 +137,7 @@ def _compare(
         )  # fmt: skip
     request = fidelity.Request(
         directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, budget=budget,
-        io=io, tokenizer=tokenizer, experts=host.experts_for(open_container(directory).manifest.codec, experts),
+        io=io, tokenizer=tokenizer, experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
     )  # fmt: skip
     result = fidelity.compare(request, lambda word: print(f"{word} ...", file=sys.stderr, flush=True))
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

@@ -27,7 +27,7 @@ from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.reader import host
 from pagestone.reader.budget import all_records, largest_record, size_text
-from pagestone.reader.container import Container, Layer, View, open_container
+from pagestone.reader.container import Container, Layer, View, open_to_run
 from pagestone.reader.dense import DenseTensors
 from pagestone.reader.host import HostModel
 from pagestone.reader.store import ResidentStore, StoreOptions, open_store
@@ -181,7 +181,7 @@ def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: 
             "a way of streaming expected, found --io resident", code="E1240", remedy="use --io direct or --io mmap"
         )
     host.check_experts(request.experts)
-    container = open_container(request.directory)
+    container = open_to_run(request.directory)
     host.check_runnable(container)
     table = None if request.against is None else audits.read_audit(request.against)
     if table is not None and table["container"]["id"] != container.container_id:
