@@ -256,7 +256,7 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
 
 
 def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, TensorEntry]:
-    """The tensors of a layer's sidecar by name, after checking that it belongs to `layer`, is complete and says no more.
+    """The tensors of a layer's sidecar by name, once it is seen to belong to `layer`, whole, and to say no more.
 
     Raises `DataError` (E02xx). A sidecar is nobody's but ours: unlike a layer file it takes no key of others.
     """

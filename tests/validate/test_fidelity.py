@@ -90,3 +90,75 @@ def test_windows() -> None:
     """Pieces in order; a last single id has nothing to predict and is left out."""
     assert list(fidelity.windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5]]
     assert list(fidelity.windows(range(8), 3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+# -- known logits -----------------------------------------------------------------------------------------------------
+
+LIKELY = [[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.9, 0.05, 0.05], [0.2, 0.3, 0.5]]
+OTHER = [[0.5, 0.2, 0.3], [0.3, 0.3, 0.4], [0.2, 0.1, 0.7], [0.9, 0.05, 0.05], [0.3, 0.4, 0.3]]
+"""Probabilities after each token of a text of five, of the source and of the container; nothing about them is even."""
+IDS = [1, 2, 0, 1, 2]
+
+
+class Known:
+    """What `over_text` asks of a model, with probabilities that are known; logits are off by a constant a row."""
+
+    def __init__(self, table: list[list[float]]) -> None:
+        self.table, self.at = table, 0
+
+    def forward(self, ids: list[int], state: object = None, *, every: bool = False) -> tuple[object, None]:
+        import torch
+
+        assert every and ids == IDS[self.at : self.at + len(ids)], "windows in order, each from its beginning"
+        rows = self.table[self.at : self.at + len(ids)]
+        self.at += len(ids)
+        return torch.tensor([[math.log(p) + 3 * n for p in row] for n, row in enumerate(rows)], dtype=torch.float64), 0
+
+
+def test_what_is_measured_over_a_text() -> None:
+    """KL(source || container), not the reverse; top-1; nats of the token that follows, each side its own."""
+    found = fidelity.over_text(Known(LIKELY), Known(OTHER), IDS, 3)  # type: ignore[arg-type]
+    each = [sum(p * math.log(p / q) for p, q in zip(a, b, strict=True)) for a, b in zip(LIKELY, OTHER, strict=True)]
+    assert math.isclose(found.kl, sum(each) / 5) and math.isclose(found.kl_largest, max(each))
+    back = [sum(q * math.log(q / p) for p, q in zip(a, b, strict=True)) for a, b in zip(LIKELY, OTHER, strict=True)]
+    assert abs(sum(back) - sum(each)) > 0.01, "these distributions tell the two directions apart"
+    assert (found.positions, found.predicted, found.top1) == (5, 3, 3 / 5)
+    followed = [(0, 2), (1, 0), (3, 2)]  # windows [1, 2, 0] and [1, 2]: after token n comes id
+    assert math.isclose(found.source_nats, -sum(math.log(LIKELY[n][i]) for n, i in followed) / 3)
+    assert math.isclose(found.container_nats, -sum(math.log(OTHER[n][i]) for n, i in followed) / 3)
+    assert found.perplexities == (math.exp(found.source_nats), math.exp(found.container_nats))
+
+
+class Answers:
+    """What `over_questions` asks of a model: it says the next of `answers` to every prompt, then ends."""
+
+    def __init__(self, answers: list[list[int]], end: int, vocabulary: int) -> None:
+        self.answers, self.end, self.vocabulary, self.turn = answers, end, vocabulary, -1
+
+    def forward(self, ids: list[int], state: int | None = None) -> tuple[object, int]:
+        import torch
+
+        self.turn += state is None
+        at = 0 if state is None else state
+        said = [*self.answers[self.turn], self.end]
+        return torch.nn.functional.one_hot(torch.tensor([said[at]]), self.vocabulary).double(), at + 1
+
+
+def test_how_answers_are_counted() -> None:
+    """Right is right to the letter, for each side apart; equal answers agree, right or wrong."""
+    tokens = host.tokenizer(TINY)
+    end, size = 0, len(tokens)
+
+    def ids(text: str) -> list[int]:
+        return [int(i) for i in tokens(text, add_special_tokens=False)["input_ids"]]
+
+    expected = ["Paris", "four", "blue", "yes", "no"]
+    source = ["Paris", "four", "blue", "nay", "maybe"]
+    container = ["Paris", "five", "blue.", "nay", "no"]
+    sides = [Answers([ids(text) for text in said], end, size) for said in (source, container)]
+    questions = [(f"question {n}?", word) for n, word in enumerate(expected)]
+    found = fidelity.over_questions(*sides, tokens, TINY, questions, frozenset({end}))  # type: ignore[arg-type]
+    assert (found.asked, found.source_right, found.container_right, found.agree) == (5, 3, 2, 2)
+    assert [(c["expected"], c["source"], c["container"]) for c in found.changed] == [
+        ("four", "four", "five"), ("blue", "blue", "blue."), ("no", "maybe", "no")
+    ]  # fmt: skip

@@ -20,7 +20,7 @@ from pagestone.reader.budget import all_records
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, Layer, View, open_container
 from pagestone.reader.store import FileRecords, MappedStore, RecordDigests
-from pagestone.validate import logits
+from pagestone.validate import logits, sides
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, read_traces
 from pagestone.validate.logits import Request, verify_logits
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
@@ -285,6 +285,31 @@ def test_prompts_and_ids(workshop: Workshop, tmp_path: Path, capsys: pytest.Capt
     assert command("verify-logits", directory, "--ids", tmp_path / "ids", "--against", audit) == 2
     assert command("verify-logits", directory, "--io", "resident") == 2
     assert "E1240" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["input", "ids", "weights"])
+def test_the_trace_covers_what_goes_into_a_layer(workshop: Workshop, what: str) -> None:
+    """Hidden states, the experts chosen and their weights: a bit of any of them is another digest, of that event."""
+    container = open_container(workshop.container("int8"))
+    model = host.load(container, MappedStore(container))
+    experts = next(m for m in model.model.modules() if hasattr(m, "context"))
+    given = {
+        "input": torch.linspace(-1, 1, 2 * container.layers[0].file.shape.hidden).reshape(2, -1).to(model.dtype),
+        "ids": torch.tensor([[0, 1], [2, 3]]),
+        "weights": torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=model.dtype),
+    }
+    taken = []
+    for change in (None, what):
+        recorder = model.context.observer = sides._Recorder()
+        now = {name: tensor.clone() for name, tensor in given.items()}
+        if change:
+            bits = now[change].view(torch.int64 if change == "ids" else torch.int16)
+            bits[1, 1] ^= 4
+        experts(now["input"], now["ids"], now["weights"])
+        taken.append({event.what: event.digest for event in recorder.take()})
+    model.close()
+    differ = {event for event in ("input", "routing") if taken[0][event] != taken[1][event]}
+    assert differ == {"input" if what == "input" else "routing"}
 
 
 def test_counters_must_prove_streaming() -> None:
