@@ -28,7 +28,7 @@ from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_nam
 from pagestone.formats.layout import PAGE, PARTS, ExpertShape, record_layout, tensor_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST
 from pagestone.formats.quantised import KINDS
-from pagestone.formats.safetensors_header import build_header
+from pagestone.formats.safetensors_header import MAX_HEADER, build_header
 
 DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
@@ -140,11 +140,17 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def make_plan(
-    checkpoint: Checkpoint, codec: Codec, *, layers: tuple[int, int] | None = None, include_code: bool = False
+    checkpoint: Checkpoint,
+    codec: Codec,
+    *,
+    layers: tuple[int, int] | None = None,
+    include_code: bool = False,
+    header_limit: int = MAX_HEADER,
 ) -> Plan:
     """The plan for converting `checkpoint` with `codec`.
 
-    `layers` = (first, end) keeps the experts of those decoder layers only. Raises `RequestError` for what cannot be
+    `layers` = (first, end) keeps the experts of those decoder layers only; no file will have a header of more than
+    `header_limit` bytes. Raises `RequestError` for what cannot be
     converted (unknown family, not MoE, element types or shapes the codec cannot take) and `DataError` for what is
     broken; see `find_layers`.
     """
@@ -159,11 +165,11 @@ def make_plan(
     forms = [form for s in kept for m in s.matrices() if (form := m.form) is not None]
     codec = codec.for_scales({f.scale_dtype for f in forms if codec.adopts(f) is None})
     width = len(str(max(s.layer for s in found)))
-    targets = tuple(_layer_target(checkpoint, codec, source, width) for source in kept)
+    targets = tuple(_layer_target(checkpoint, codec, source, width, header_limit) for source in kept)
 
     routed = {t.name for s in found for t in s.tensors} | experts.activation_scales
     dense, fates = sort_dense(checkpoint, [n for n in checkpoint.tensors if n not in routed], codec)
-    shards = _dense_targets(dense)
+    shards = _dense_targets(checkpoint, dense, header_limit)
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
     rules |= _dense_rules(family, fates, {t.name: shard.name for shard in shards for t in shard.tensors})
@@ -294,45 +300,65 @@ def _expert_rules(
     return rules
 
 
-def _layer_target(checkpoint: Checkpoint, codec: Codec, source: LayerSource, width: int) -> LayerTarget:
+def _layer_target(
+    checkpoint: Checkpoint, codec: Codec, source: LayerSource, width: int, header_limit: int
+) -> LayerTarget:
     file = LayerFile(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names)
     name = layer_file_name(source.block, source.layer, width)
     try:
-        nbytes = file.layout().file_size
+        nbytes = file.layout(len(file.head(header_limit))).file_size
         sidecar = sidecar_name(name) if file.sidecar_tensors() else None
+        side_head = len(file.sidecar_head(header_limit)) if sidecar else 0
     except LayoutError as error:
         raise LayoutError(
             error.message, code=error.code, file=checkpoint.path, tensor=source.prefix, remedy=error.remedy
         ) from None
     sums = 4 * source.count * sum(source.shape.matrix(p)[0] for p in PARTS)
-    return LayerTarget(name, file, source, nbytes, sidecar, len(file.sidecar_head()) + sums if sidecar else 0)
+    return LayerTarget(name, file, source, nbytes, sidecar, side_head + sums if sidecar else 0)
 
 
-def _dense_head(tensors: tuple[DenseTensor, ...]) -> bytes:
+def _dense_head(tensors: tuple[DenseTensor, ...], header_limit: int = MAX_HEADER) -> bytes:
     entries, position = [], 0
     for tensor in tensors:
         entries.append((tensor.name, tensor.dtype, tensor.shape, position, position + tensor.nbytes))
         position += tensor.nbytes
-    return build_header(entries, {"format": "pt"}, PAGE)
+    return build_header(entries, {"format": "pt"}, PAGE, header_limit)
 
 
-def _dense_targets(dense: list[DenseTensor]) -> tuple[DenseTarget, ...]:
+def _header_room(tensor: DenseTensor) -> int:
+    """Bytes: no fewer than the tensor's entry takes in the header of a shard, wherever it lies there."""
+    far = 10**19  # as many digits as any offset has
+    entry = (tensor.name, tensor.dtype, tensor.shape, far, far)
+    return len(build_header([entry], {}, 1, 1 << 62)) - len(build_header([], {}, 1))
+
+
+def _dense_targets(checkpoint: Checkpoint, dense: list[DenseTensor], header_limit: int) -> tuple[DenseTarget, ...]:
     """Shards filled in natural order of names; within one, wider elements first so that all stay aligned.
 
-    Neither depends on how the source was sharded.
+    A shard is full when the next tensor has no room in its data or its header. Nothing depends on how the source was
+    sharded.
     """
     groups: list[list[DenseTensor]] = []
-    room = 0
+    room, head_room = 0, 0
     for tensor in sorted(dense, key=lambda t: natural(t.name)):
-        if not groups or tensor.nbytes > room:
+        entry = _header_room(tensor)
+        if not groups or tensor.nbytes > room or entry > head_room:
             groups.append([])
-            room = DENSE_SHARD
+            room, head_room = DENSE_SHARD, header_limit - PAGE - 64  # metadata, and spaces up to a page
         groups[-1].append(tensor)
         room -= tensor.nbytes
+        head_room -= entry
     shards = []
     for number, group in enumerate(groups, 1):
         ordered = tuple(sorted(group, key=lambda t: (-_width(t.dtype), natural(t.name))))
-        size = len(_dense_head(ordered)) + sum(t.nbytes for t in ordered)
+        try:
+            head = _dense_head(ordered, header_limit)
+        except LayoutError as error:
+            raise LayoutError(
+                error.message, code=error.code, file=checkpoint.path / ordered[0].source.file,
+                tensor=ordered[0].name[:200], remedy=error.remedy,
+            ) from None  # fmt: skip
+        size = len(head) + sum(t.nbytes for t in ordered)
         shards.append(DenseTarget(f"dense-{number:05d}-of-{len(groups):05d}.safetensors", ordered, size))
     return tuple(shards)
 

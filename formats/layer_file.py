@@ -25,11 +25,13 @@ from pagestone.formats.layout import (
     layer_entries,
     record_layout,
 )
-from pagestone.formats.safetensors_header import Header, TensorEntry, build_header, read_header
+from pagestone.formats.safetensors_header import MAX_HEADER, Header, TensorEntry, build_header, read_header
 from pagestone.formats.strict_json import brief
 
 SPEC_VERSION = "1"
 KEY = "pagestone."
+SIDECAR_ROLE = "row_sums"
+"""Role of the one tensor of a matrix that a sidecar has room for."""
 BLOCKS = ("layers", "mtp")
 """What a layer file belongs to: the decoder, or the multi-token-prediction block."""
 
@@ -75,10 +77,13 @@ class LayerFile:
             meta[f"{KEY}bias_dtype"] = self.shape.bias_dtype
         return meta
 
-    def head(self) -> bytes:
-        """All bytes before the first record; their length is a multiple of 4096."""
+    def head(self, limit: int = MAX_HEADER) -> bytes:
+        """All bytes before the first record; their length is a multiple of 4096.
+
+        Raises `LayoutError` for a header longer than `limit` bytes, and for what `record_layout` refuses.
+        """
         entries = layer_entries(record_layout(self.codec, self.shape), self.count, self.prefix, self.part_names)
-        return build_header(list(entries), self.metadata(), PAGE)
+        return build_header(list(entries), self.metadata(), PAGE, limit)
 
     def layout(self, data_start: int | None = None) -> LayerLayout:
         """Where the records lie; `data_start` as found in a file, or as `head` makes it."""
@@ -90,15 +95,20 @@ class LayerFile:
     def sidecar_tensors(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """(name, dtype, shape) of the sidecar's tensors: `<fused name>.<suffix>` [E, rows]; empty if none.
 
-        gate and up stand side by side in one tensor, as their rows do in a record.
+        gate and up stand side by side in one tensor, as their rows do in a record. Raises `LayoutError` for a codec
+        with other sidecar tensors.
         """
-        parts: dict[str, MatrixTensor] = {}
-        for part in PARTS:
-            for tensor in self.codec.sidecar(self.shape.matrix(part)[0]):
-                parts[part] = tensor
-        if not parts:
+        found = [self.codec.sidecar(self.shape.matrix(part)[0]) for part in PARTS]
+        if not any(found):
             return ()
-        gate, up, down = (parts[p] for p in PARTS)
+        roles = [[t.role for t in tensors] for tensors in found]
+        if roles != [[SIDECAR_ROLE]] * len(PARTS):
+            raise LayoutError(
+                f"one sidecar tensor of each matrix expected, {SIDECAR_ROLE}, or none; found {roles}",
+                code="E0611",
+                remedy="mend the codec: a tensor no file has room for would be lost",
+            )
+        gate, up, down = (tensors[0] for tensors in found)
         return (
             (f"gate_up_proj.{gate.suffix}", gate.dtype, (self.count, gate.shape[0] + up.shape[0])),
             (f"down_proj.{down.suffix}", down.dtype, (self.count, down.shape[0])),
@@ -109,14 +119,14 @@ class LayerFile:
         meta = {k: v for k, v in self.metadata().items() if k not in (f"{KEY}offsets", f"{KEY}stride")}
         return meta | {f"{KEY}sidecar": "row_sum"}
 
-    def sidecar_head(self) -> bytes:
-        """All bytes of the sidecar file before its data, which begin at a multiple of 4096."""
+    def sidecar_head(self, limit: int = MAX_HEADER) -> bytes:
+        """All bytes of the sidecar file before its data, which begin at a multiple of 4096; see `head`."""
         entries, position = [], 0
         for name, dtype, shape in self.sidecar_tensors():
             size = MatrixTensor("", "", dtype, shape).nbytes
             entries.append((name, dtype, shape, position, position + size))
             position += size
-        return build_header(entries, self.sidecar_metadata(), PAGE)
+        return build_header(entries, self.sidecar_metadata(), PAGE, limit)
 
 
 def layer_file_name(block: str, layer: int, width: int = 2) -> str:

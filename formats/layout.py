@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagestone.formats.dtypes import item_size
+from pagestone.formats.errors import LayoutError
 
 PAGE = 4096
 """Bytes: alignment of every record, and of the data section of every file we write."""
@@ -107,12 +108,25 @@ class RecordLayout:
         return tuple(slot for slot in self.slots if slot.part == part)
 
 
+def _by_role(tensors: tuple[MatrixTensor, ...]) -> dict[str, MatrixTensor]:
+    """A matrix's tensors by role. What has no place in a record, or none of its own, would be lost: refused."""
+    roles = [t.role for t in tensors]
+    if "codes" not in roles or len(set(roles)) != len(roles) or not set(roles) <= set(ROLES):
+        raise LayoutError(
+            f"codes, and of {', '.join(ROLES[1:])} each at most once expected from a codec, found {', '.join(roles)}",
+            code="E0611",
+            remedy="mend the codec: a tensor no record has room for would be lost",
+        )
+    return {t.role: t for t in tensors}
+
+
 def record_layout(codec: MatrixFormat, shape: ExpertShape) -> RecordLayout:
     """The record of one expert: codes, pad_a to 64, scales, biases, the expert's own biases, pad to 4096.
 
-    Pads are absent when empty; pad_a is also absent when nothing follows the codes.
+    Pads are absent when empty; pad_a is also absent when nothing follows the codes. Raises `LayoutError` for a codec
+    whose tensors are not what `MatrixFormat` promises, and what the codec raises for a shape it cannot hold.
     """
-    stored = {part: {t.role: t for t in codec.tensors(*shape.matrix(part))} for part in PARTS}
+    stored = {part: _by_role(codec.tensors(*shape.matrix(part))) for part in PARTS}
     slots: list[Slot] = []
     offset = 0
 

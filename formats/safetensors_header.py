@@ -16,7 +16,7 @@ from typing import Any
 
 from pagestone.formats import strict_json
 from pagestone.formats.dtypes import ITEM_BITS
-from pagestone.formats.errors import DataError
+from pagestone.formats.errors import DataError, LayoutError
 from pagestone.formats.strict_json import brief
 
 MAX_HEADER = 100_000_000
@@ -151,15 +151,25 @@ def _bits_of(dtype: str, shape: list[int]) -> int | None:
 
 
 def build_header(
-    entries: list[tuple[str, str, tuple[int, ...], int, int]], metadata: dict[str, str], alignment: int
+    entries: list[tuple[str, str, tuple[int, ...], int, int]],
+    metadata: dict[str, str],
+    alignment: int,
+    limit: int = MAX_HEADER,
 ) -> bytes:
     """The first bytes of a safetensors file: length, JSON, spaces so that data begins at a multiple of `alignment`.
 
-    `entries` are (name, dtype, shape, begin, end) with offsets from the start of the data; their order is kept.
+    `entries` are (name, dtype, shape, begin, end) with offsets from the start of the data; their order is kept. Raises
+    `LayoutError` if the JSON with its spaces is longer than `limit` bytes: no reader would take the file.
     """
     table: dict[str, Any] = {"__metadata__": metadata}
     for name, dtype, shape, begin, end in entries:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-(8 + len(text)) % alignment)
+    if len(text) > limit:
+        raise LayoutError(
+            f"a header of at most {limit} bytes expected, {len(entries)} tensors take {len(text)}",
+            code="E0610",
+            remedy="give the tensors shorter names, or the layer fewer experts",
+        )
     return struct.pack("<Q", len(text)) + text
