@@ -194,20 +194,14 @@ def load(
     tied = _tied(model)
     missing = wanted - set(used.values())
     state = {}
-    plan = _float32_modules(model, dtype)
+    targets = _targets(model, dtype)
     for theirs, ours in sorted(used.items()):
-        entry = dense.entries[theirs]
-        tensor = (
-            decoded(dense, theirs, scales[theirs]) if theirs in scales else dense_tensor(dense.arrays[theirs], entry)
-        )
-        if theirs in scales:
-            host.casts.append(Cast(ours, entry.dtype, str(dtype).removeprefix("torch.")))
-            tensor = tensor.to(dtype)
-        target = torch.float32 if plan is not None and plan.search(ours) else dtype
-        if tensor.is_floating_point() and tensor.dtype != target:
+        entry, target = dense.entries[theirs], targets[ours]
+        coded = theirs in scales
+        tensor = decoded(dense, theirs, scales[theirs]) if coded else dense_tensor(dense.arrays[theirs], entry)
+        if coded or tensor.dtype != target:
             host.casts.append(Cast(ours, entry.dtype, str(target).removeprefix("torch.")))
-            tensor = tensor.to(target)
-        state[ours] = tensor
+        state[ours] = tensor.to(target)
     lost = sorted(missing - {n for pair in tied.items() if not missing.issuperset(pair) for n in pair})
     if lost:
         raise DataError(
@@ -305,33 +299,13 @@ def _empty_model(root: Path, attention: str) -> tuple[Any, Any, Any, str]:
 
 def _replace_experts(model: Any, container: Container, context: Context) -> tuple[str, ...]:
     """Put our module where the model has its own; the prefixes of the parameters that went."""
-    from pagestone.reader.experts import GptOssExperts, RoutedExperts
+    from pagestone.reader.experts_guard import ours_for
 
-    found: dict[int, str] = {}
-    for name, module in model.named_modules():
-        if getattr(module, "gate_up_proj", None) is not None and getattr(module.gate_up_proj, "ndim", 0) == 3:
-            number = int(next(part for part in name.split(".") if part.isdigit()))
-            found[number] = name
-    if sorted(found) != sorted(container.layers):
-        raise RequestError(
-            f"routed experts expected in layers {sorted(found)} of {type(model).__name__}, "
-            f"found them in layers {sorted(container.layers)}",
-            code="E1225",
-            file=container.path,
-            remedy="this container can be read, not run: it and its config.json do not belong together",
-        )
+    found = _experts_modules(model, container)
     for number, name in found.items():
         theirs = model.get_submodule(name)
         layer = container.layers[number]
-        kind = (theirs.has_gate, theirs.has_bias, theirs.is_transposed, theirs.is_concatenated)
-        ours = {(True, False, False, True): RoutedExperts, (True, True, True, False): GptOssExperts}.get(kind)
-        if ours is None or getattr(theirs, "has_post_expert_norm", False):
-            raise RequestError(
-                f"{type(theirs).__name__} computes its experts in a way this version does not know",
-                code="E1225",
-                file=container.path,
-                remedy="this container can be read, not run",
-            )
+        ours = ours_for(theirs, name, container.path)
         shape = layer.file.shape
         stated = (theirs.num_experts, shape.hidden, 2 * shape.intermediate)
         dims = theirs.gate_up_proj.shape
@@ -347,6 +321,23 @@ def _replace_experts(model: Any, container: Container, context: Context) -> tupl
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, ours(theirs, number, context))
     return tuple(f"{name}." for name in found.values())
+
+
+def _experts_modules(model: Any, container: Container) -> dict[int, str]:
+    """Names of the model's routed experts by layer; refused unless they are one a layer, in the container's layers."""
+    places = [
+        name for name, module in model.named_modules() if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
+    ]
+    numbers = [next((int(part) for part in name.split(".") if part.isdecimal()), None) for name in places]
+    if sorted(numbers, key=str) != sorted(container.layers, key=str):
+        raise RequestError(
+            f"routed experts expected in layers {numbers} of {type(model).__name__}, "
+            f"found them in layers {sorted(container.layers)}",
+            code="E1225",
+            file=container.path,
+            remedy="this container can be read, not run: it and its config.json do not belong together",
+        )
+    return {number: name for number, name in zip(numbers, places, strict=True) if number is not None}
 
 
 def _names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -366,10 +357,20 @@ def _tied(model: Any) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
-def _float32_modules(model: Any, dtype: Any) -> re.Pattern[str] | None:
-    """What to look for in the names of tensors that transformers keeps in float32; None if it keeps none."""
+def _targets(model: Any, dtype: Any) -> dict[str, torch.dtype]:
+    """The type each tensor runs in, by the model's name for it, as `from_pretrained` decides.
+
+    That is float32 where the model's plan says so, else the type its class made it with: `dtype` for most, float32 for
+    what the class asked that for (a router, a correction bias), an integer for what counts.
+    """
+    import torch
+
     parts = [part.replace("*", ".*") for part in sorted(model._get_dtype_plan(dtype))]
-    return re.compile("|".join(parts)) if parts else None
+    plan = re.compile("|".join(parts)) if parts else None
+    return {
+        name: torch.float32 if plan is not None and plan.search(name) else made.dtype
+        for name, made in model.state_dict().items()
+    }
 
 
 def _assign(model: Any, state: dict[str, torch.Tensor], root: Path) -> None:
@@ -389,21 +390,33 @@ def _assign(model: Any, state: dict[str, torch.Tensor], root: Path) -> None:
     model.load_state_dict(state, assign=True, strict=False)
 
 
-def _rebuild_buffers(model: Any, dtype: Any) -> None:
-    """Make what is computed rather than stored (rotary frequencies): every module with such a buffer is built again."""
+def _rebuild_buffers(model: Any, dtype: torch.dtype) -> None:
+    """Make what is computed rather than stored (rotary frequencies): every module with such a buffer is built again.
+
+    It is built as transformers does, with `dtype` as the default. A module that also holds what is stored would lose it
+    and is refused (E1225).
+    """
+    import torch
+
     for name, module in list(model.named_modules()):
         own = [key for key, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"]
         if not own:
             continue
         parent, _, leaf = name.rpartition(".")
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
         try:
+            if module.state_dict():
+                raise TypeError(f"{next(iter(module.state_dict()))} beside it is stored")
             fresh = type(module)(module.config)
-        except (TypeError, AttributeError) as error:
+        except Exception as error:  # whatever a class of theirs does with arguments it does not expect
             raise RequestError(
                 f"{name}: the buffer {own[0]} of {type(module).__name__} cannot be made: {error}",
                 code="E1225",
                 remedy="this container can be read, not run",
             ) from None
+        finally:
+            torch.set_default_dtype(default)
         setattr(model.get_submodule(parent), leaf, fresh)
     left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type == "meta"]
     if left:

@@ -160,6 +160,15 @@ def known(name: str) -> Any:
     return pytest.param(name, marks=[] if there else pytest.mark.skip(reason=f"no family {name} in convert/families"))
 
 
+def assert_same_state(ours: Any, theirs: Any) -> None:
+    """Every tensor but the experts', stored or computed, has the type and the bits it has in transformers."""
+    for kind in ("state_dict", "named_buffers"):
+        mine, wanted = dict(getattr(ours, kind)()), dict(getattr(theirs, kind)())
+        assert mine.keys() == {n for n in wanted if ".experts." not in n}
+        for name, tensor in mine.items():
+            assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), (kind, name)
+
+
 @needs_bf16
 @pytest.mark.parametrize("name", [known(n) for n in {**dict.fromkeys(NEEDED), **MODELS} if n not in REFUSED])
 def test_families(workshop: Workshop, built: Any, name: str) -> None:
@@ -171,6 +180,7 @@ def test_families(workshop: Workshop, built: Any, name: str) -> None:
     ids = sequence(21, 40)
     assert equal(logits_of(reference, ids, 4), logits_of(streamed, ids, 4))
     assert streamed.context.store.counters[max(container.layers)].bytes_read
+    assert_same_state(streamed.model, reference.model)
     streamed.close()
 
 
@@ -260,6 +270,50 @@ def test_what_transformers_keeps_in_float32_stays(workshop: Workshop, built: Any
     assert bias.dtype == torch.float32 and bool((bias != bias.to(torch.bfloat16).float()).any())
     assert all(c.used == "float32" for c in loaded.casts)
     loaded.close()
+
+
+@needs_bf16
+def test_what_a_class_makes_in_float32_stays(workshop: Workshop, built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router and a correction bias that are float32 by their class alone, in no list of names: as transformers."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+    if "deepseek_v3" not in families():
+        pytest.skip("no family deepseek_v3")
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", None)
+    source = built("deepseek_v3")
+    loaded, reference = model(workshop.container("bf16", source)), host.plain_model(source)
+    gate = loaded.model.model.layers[1].mlp.gate
+    assert gate.weight.dtype == gate.e_score_correction_bias.dtype == torch.float32
+    assert_same_state(loaded.model, reference.model)
+    assert equal(logits_of(reference, sequence(9, 40), 2), logits_of(loaded, sequence(9, 40), 2))
+    loaded.close()
+
+
+def test_buffers_beside_stored_tensors_are_not_made_again() -> None:
+    """E1225: building such a module anew would give it random weights in place of the stored ones."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config = config
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.ones(3), persistent=False)
+
+    class Even(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config = config
+            self.register_buffer("table", torch.ones(3), persistent=False)
+
+    whole = torch.nn.Module()
+    with torch.device("meta"):
+        whole.odd, whole.even = Odd(None), Even(None)
+    whole.odd.weight = torch.nn.Parameter(torch.full((3,), 7.0))
+    with pytest.raises(RequestError, match=r"odd: the buffer table of Odd .*weight beside it is stored.*E1225"):
+        host._rebuild_buffers(whole, torch.bfloat16)
+    del whole.odd
+    host._rebuild_buffers(whole, torch.bfloat16)
+    assert whole.even.table.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
 
 
 def fp8_checkpoint(source: Path, root: Path) -> Path:
