@@ -76,7 +76,7 @@ NO_INTEGERS = ("1", 1.0, True, [1], {"n": 1}, -1, 10, 10**99)
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
 def test_no_integer(value):
     for read in (lambda t: whole(t, "n", 0, 9), lambda t: wholes({"n": [1, t["n"]]}, "n", 0, 9)):
-        with pytest.raises(DataError, match="n: .*0 to 9 expected, found") as caught:
+        with pytest.raises(DataError, match=r"n: .*0 to 9 expected, found") as caught:
             read({"n": value})
         assert caught.value.code == "E0213" and caught.value.file == "config.json" and caught.value.remedy
     with pytest.raises(DataError, match="list of integers"):
