@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
 from pagestone.formats.errors import NonFiniteError
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.stats import value_text
 
@@ -57,6 +58,7 @@ def expect_stored(stored: Mapping[str, Array], wanted: Sequence[MatrixTensor]) -
         expect_shape(tensor.role, stored[tensor.role].shape, tensor.shape)
 
 
+@plainly
 def activations(x: Array, columns: int) -> F32:
     """The values of tokens [M, columns], exactly.
 
@@ -75,6 +77,7 @@ def activations(x: Array, columns: int) -> F32:
     return values
 
 
+@plainly
 def quantise(values: F32) -> tuple[NDArray[np.int8], F32]:
     """(a [M, C], s_x [M]): finite tokens in 8 bits, each with its scale."""
     amax = np.abs(values).max(axis=1, initial=0)
@@ -91,6 +94,7 @@ def fold(lanes: F32) -> F32:
     return lanes[..., 0]
 
 
+@plainly
 def lane_sum(left: F32, right: F32, count: int) -> F32:
     """Sums over the last axis of left * right, broadcast, in `count` lanes: each product and each sum rounded."""
     shape = np.broadcast_shapes(left.shape, right.shape)
@@ -106,6 +110,7 @@ def one_nan(results: F32) -> F32:
     return np.where(np.isnan(results), np.float32(np.nan), results)
 
 
+@plainly
 def store(results: F32, out: Array) -> None:
     """Results in the type of `out`."""
     with np.errstate(over="ignore"):

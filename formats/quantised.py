@@ -13,6 +13,7 @@ import numpy as np
 
 from pagestone.formats.dtypes import E4M3_VALUES, F32, Array, bf16_to_f32
 from pagestone.formats.errors import NonFiniteError
+from pagestone.formats.floats import plainly
 
 FP8, INT8 = "fp8", "int8"
 KINDS = {"F8_E4M3": FP8, "I8": INT8}
@@ -21,6 +22,7 @@ SCALE_DTYPES = ("BF16", "F16", "F32", "F8_E8M0", "U8")
 """Types a scale may have; U8 holds E8M0 bits, never a number."""
 
 
+@plainly
 def scale_values(array: Array, dtype: str) -> F32:
     """Exact float32 values of stored scales. E8M0 is 2^(b - 127), 255 is NaN (OCP microscaling formats, 5.4.1)."""
     if dtype in ("F8_E8M0", "U8"):
@@ -80,6 +82,7 @@ class Quantised:
         columns = np.arange(self.form.columns) // self.form.block[1]
         return self.scales[self.grid_rows()[:, None], columns[None, :]]
 
+    @plainly
     def values(self) -> F32:
         """float32 [R, C]: code * scale, one rounding; (code - zero point) * scale where there are zero points.
 
@@ -99,6 +102,7 @@ class Quantised:
             self._raise(infinite, "a product of code and scale that is Inf")
         return values
 
+    @plainly
     def check(self) -> None:
         """Raises `NonFiniteError` as `values` says."""
         if self.form.kind == FP8:
@@ -120,6 +124,7 @@ class Quantised:
             self._raise(bad, "a zero scale over a code that is not zero")
 
     @property
+    @plainly
     def zero_scales(self) -> int:
         """Scales of zero among those that describe this matrix; `check` holds that they cover zeros only."""
         return int((self.scales[np.unique(self.grid_rows())] == 0).sum())

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from pagestone.formats.dtypes import F32
 from pagestone.formats.errors import NonFiniteError
+from pagestone.formats.floats import plainly
 
 LANES = 16
 
 
+@plainly
 def sum_of_squares(values: NDArray[np.float64]) -> float:
     """The sum of `values` * `values`, float64 [R, C], as defined above."""
     rows, columns = values.shape
@@ -33,6 +35,7 @@ def sum_of_squares(values: NDArray[np.float64]) -> float:
     return total
 
 
+@plainly
 def error_and_norm(weight: F32, decoded: F32) -> tuple[float, float]:
     """Sums of (w - decoded)^2 and of w^2 over float32 [R, C], both finite; the difference is taken in float64."""
     exact = weight.astype(np.float64)

@@ -18,6 +18,7 @@ import numpy as np
 from pagestone.formats import native, products
 from pagestone.formats.dtypes import F32, VIEWS, Array, to_f32
 from pagestone.formats.errors import RequestError
+from pagestone.formats.floats import plain_floats, plainly
 from pagestone.formats.layout import PART_NAMES, MatrixTensor
 from pagestone.formats.quantised import Form, Quantised
 from pagestone.formats.stats import sum_of_squares
@@ -131,6 +132,7 @@ class Codec(ABC):
         """Whether a dense matrix quantised in this form stays as it is, because this codec's config describes it."""
         return False
 
+    @plainly
     def encode_quantised(self, source: Quantised, out: Stored) -> tuple[EncodeStats, bool]:
         """Encode a quantised matrix; (statistics against its values, whether its codes were kept).
 
@@ -160,7 +162,8 @@ class Codec(ABC):
         out = products.output(x, rows, columns, out)
         kernel = native.kernel(self.multiplier)
         if kernel is None:
-            products.store(self.matmul_definition(stored, x, rows, columns), out)
+            with plain_floats():
+                products.store(self.matmul_definition(stored, x, rows, columns), out)
         elif not kernel(x, *self.matmul_arrays(stored), out, *self.kernel_arguments(), threads):
             products.activations(x, columns)  # names the token that is not finite
         return out
@@ -172,7 +175,8 @@ class Codec(ABC):
         """
         kernel = native.kernel(self.encoder)
         if kernel is None:
-            return self.encode_definition(to_f32(source, dtype), out)
+            with plain_floats():
+                return self.encode_definition(to_f32(source, dtype), out)
         if not source.flags.aligned:  # legal in a safetensors file, but not for a kernel
             source = source.copy()
         arrays = [out[role] for role in ("codes", "scales", "biases", "row_sums") if role in out]

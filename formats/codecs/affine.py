@@ -38,6 +38,7 @@ from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Option, Stored
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
 from pagestone.formats.errors import LayoutError
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.stats import LANES, error_and_norm, refuse_non_finite
 
@@ -98,6 +99,7 @@ class Affine(Codec):
     def kernel_arguments(self) -> tuple[int, ...]:
         return (self.bits, self.group_size)
 
+    @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
         refuse_non_finite(weight, weight)
         groups = np.ascontiguousarray(weight, np.float32).reshape(-1, self.group_size)
@@ -113,6 +115,7 @@ class Affine(Codec):
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
 
+    @plainly
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         codes = unpack(stored["codes"], columns, self.bits).reshape(rows, -1, self.group_size)
         scales, biases = (bf16_to_f32(stored[role])[:, :, None] for role in ("scales", "biases"))
@@ -120,6 +123,7 @@ class Affine(Codec):
             values: F32 = scales * codes.astype(np.float32) + biases
         return values.reshape(rows, columns)
 
+    @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
         products.expect_stored(stored, self.tensors(rows, columns))
         tokens, of_tokens = products.quantise(products.activations(x, columns))
@@ -135,6 +139,7 @@ class Affine(Codec):
                 result[...] = scale * (scaled + raised)
         return products.one_nan(results)
 
+    @plainly
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         for role in ("scales", "biases"):
             values = bf16_to_f32(stored[role])

@@ -17,6 +17,7 @@ import numpy as np
 from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
@@ -41,6 +42,7 @@ class Bf16(Codec):
     def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
         return (MatrixTensor("codes", "weight", "BF16", (rows, columns)),)
 
+    @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
         refuse_non_finite(weight, weight)
         codes = f32_to_bf16(weight)
@@ -49,9 +51,11 @@ class Bf16(Codec):
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
 
+    @plainly
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         return bf16_to_f32(stored["codes"])
 
+    @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
         products.expect_stored(stored, self.tensors(rows, columns))
         tokens, weight = products.activations(x, columns), self.decode(stored, rows, columns)
@@ -61,6 +65,7 @@ class Bf16(Codec):
                 result[...] = products.lane_sum(weight, token, products.LANES)
         return products.one_nan(results)
 
+    @plainly
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         codes = stored["codes"]
         forbidden = (codes & MAGNITUDE) >= INFINITE

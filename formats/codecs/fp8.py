@@ -21,6 +21,7 @@ from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import E4M3_VALUES as VALUES
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.quantised import FP8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
@@ -75,6 +76,7 @@ class Fp8(Codec):
             MatrixTensor("scales", "weight_scale_inv", self.scale_dtype, grid),
         )
 
+    @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
         refuse_non_finite(weight, weight)
         amax = _block_maxima(np.abs(weight))
@@ -106,6 +108,7 @@ class Fp8(Codec):
         """The config states blocks of 128 x 128, and leaves their modules out of what may not be converted."""
         return form.kind == FP8 and form.block == (BLOCK, BLOCK)
 
+    @plainly
     def adopt(self, source: Quantised, out: Stored) -> bool:
         rows, columns = out["scales"].shape
         first = source.form.first_row // source.form.block[0]
@@ -115,9 +118,11 @@ class Fp8(Codec):
         out["scales"][...] = f32_to_bf16(scales) if self.scale_dtype == "BF16" else scales
         return True
 
+    @plainly
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], _spread(self._scales(stored), rows, columns))
 
+    @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
         products.expect_stored(stored, self.tensors(rows, columns))
         tokens, scales = products.activations(x, columns), self._scales(stored)
@@ -129,6 +134,7 @@ class Fp8(Codec):
                     result[first : first + BLOCK] = products.lane_sum(values, token * spread, products.LANES)
         return products.one_nan(results)
 
+    @plainly
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         codes, scales = stored["codes"], self._scales(stored)
         magnitudes = codes & 0x7F

@@ -20,6 +20,7 @@ import numpy as np
 from pagestone.formats import products
 from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import F32, Array
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.quantised import INT8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
@@ -50,6 +51,7 @@ class Int8(Codec):
         """Sums over the stored codes of each row: what a u8 x s8 product with activations + 128 has too much."""
         return (MatrixTensor("row_sums", "row_sum", "I32", (rows,)),)
 
+    @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
         refuse_non_finite(weight, weight)
         amax = np.abs(weight).max(axis=1, keepdims=True)
@@ -71,6 +73,7 @@ class Int8(Codec):
             return f"{form}: zero points"
         return None if form.per_channel or form.per_tensor else f"{form}: not a scale per row"
 
+    @plainly
     def adopt(self, source: Quantised, out: Stored) -> bool:
         """False where a code is -128 or a scale is zero or subnormal: neither may stand in a container."""
         scales = source.scales[source.grid_rows(), :1]
@@ -82,9 +85,11 @@ class Int8(Codec):
             out["row_sums"][...] = source.codes.sum(axis=1, dtype=np.int32)
         return True
 
+    @plainly
     def decode(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], stored["scales"])
 
+    @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
         products.expect_stored(stored, self.tensors(rows, columns))
         tokens, of_tokens = products.quantise(products.activations(x, columns))
@@ -98,6 +103,7 @@ class Int8(Codec):
         sums = stored["row_sums"] if "row_sums" in stored else codes.sum(axis=1, dtype=np.int32)
         return [codes, stored["scales"], sums]
 
+    @plainly
     def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
         codes, scales = stored["codes"], stored["scales"]
         forbidden = codes == -128

@@ -12,6 +12,7 @@
 
 #include "checks.h"
 #include "cpu.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -39,6 +40,14 @@ nb::tuple result(const Encoded& encoded) {
     return nb::make_tuple(encoded.squared_error, encoded.squared_norm, encoded.bad, encoded.first_bad);
 }
 
+// What an encoder returns, called without the GIL and with the floats of the definition.
+template <class Call>
+Encoded encoded(const Call& call) {
+    const nb::gil_scoped_release released;
+    const PlainFloats plain;
+    return call();
+}
+
 std::size_t blocks(std::size_t length) { return (length + 127) / 128; }
 
 template <class T, Source source_type>
@@ -53,13 +62,10 @@ nb::tuple encode_int8(Matrix<const T> source, Matrix<std::int8_t> codes, Matrix<
         expect("row_sums", "length", row_sums->shape(0), rows);
     }
     std::int32_t* sums = row_sums ? row_sums->data() : nullptr;
-    Encoded encoded;
-    {
-        nb::gil_scoped_release released;
-        encoded = chosen().load()->encode_int8[source_type](source.data(), codes.data(), scales.data(), sums, rows,
-                                                            columns);
-    }
-    return result(encoded);
+    return result(encoded([&] {
+        return chosen().load()->encode_int8[source_type](source.data(), codes.data(), scales.data(), sums, rows,
+                                                         columns);
+    }));
 }
 
 template <class T, Source source_type, class ScaleT, EncodeFp8 (Table::*kernels)[SOURCES]>
@@ -68,12 +74,9 @@ nb::tuple encode_fp8(Matrix<const T> source, Matrix<std::uint8_t> codes, Matrix<
     expect_aligned("source", source);
     expect_shape("codes", codes, rows, columns);
     expect_shape("scales", scales, blocks(rows), blocks(columns));
-    Encoded encoded;
-    {
-        nb::gil_scoped_release released;
-        encoded = (chosen().load()->*kernels)[source_type](source.data(), codes.data(), scales.data(), rows, columns);
-    }
-    return result(encoded);
+    return result(encoded([&] {
+        return (chosen().load()->*kernels)[source_type](source.data(), codes.data(), scales.data(), rows, columns);
+    }));
 }
 
 template <class T, Source source_type>
@@ -81,12 +84,8 @@ nb::tuple encode_bf16(Matrix<const T> source, Matrix<std::uint16_t> codes) {
     const std::size_t rows = source.shape(0), columns = source.shape(1);
     expect_aligned("source", source);
     expect_shape("codes", codes, rows, columns);
-    Encoded encoded;
-    {
-        nb::gil_scoped_release released;
-        encoded = chosen().load()->encode_bf16[source_type](source.data(), codes.data(), rows, columns);
-    }
-    return result(encoded);
+    return result(
+        encoded([&] { return chosen().load()->encode_bf16[source_type](source.data(), codes.data(), rows, columns); }));
 }
 
 template <class T, Source source_type>
@@ -102,13 +101,10 @@ nb::tuple encode_affine(Matrix<const T> source, Matrix<std::uint32_t> codes, Mat
     expect_shape("codes", codes, rows, columns / 32 * bits);
     expect_shape("scales", scales, rows, columns / group);
     expect_shape("biases", biases, rows, columns / group);
-    Encoded encoded;
-    {
-        nb::gil_scoped_release released;
-        encoded = chosen().load()->encode_affine[source_type][bits - 3][group == 64](
+    return result(encoded([&] {
+        return chosen().load()->encode_affine[source_type][bits - 3][group == 64](
             source.data(), codes.data(), scales.data(), biases.data(), rows, columns);
-    }
-    return result(encoded);
+    }));
 }
 
 template <class T, Source source_type>
