@@ -7,11 +7,12 @@ Everything is checked before work starts: each shard must be exactly as long as 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pagestone.convert import directory
+from pagestone.convert.side_files import CODE, OUTSIDE, Homes, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS, MANIFEST, read_manifest
@@ -20,12 +21,6 @@ from pagestone.formats.strict_json import Config, load_object
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SIDE_FILE_LIMIT = 64 << 20
-"""Bytes: a larger side file is listed, not copied."""
-CODE = "code (copied only with --include-code)"
-"""The rule by which a *.py file is no side file."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl")
-"""Files of other weight formats (or weights outside the index): never side files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +33,6 @@ class SourceTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SideFile:
-    """A top-level file that is no weight: `rule` is None if it is to be copied, else why it is not."""
-
-    name: str
-    nbytes: int
-    rule: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +80,9 @@ def _find_index(root: Path) -> Path | None:
     return others[0] if others else None
 
 
-def _is_text(name: str) -> bool:
-    """Whether a file's name can stand in a manifest: UTF-8 without control characters."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return all(ord(c) >= 32 for c in name)
-
-
 def _require_file(root: Path, name: str, why: str) -> Path:
     path = root / name
-    if not name or Path(name).name != name or not _is_text(name):
+    if not is_plain(name):
         raise DataError(f"a plain file name expected, found {name!r}", code="E0406", file=root, remedy="fix the index")
     if not path.is_file():
         state = "its link points nowhere" if path.is_symlink() else "there is no such file"
@@ -118,6 +95,32 @@ def _require_file(root: Path, name: str, why: str) -> Path:
     return path
 
 
+def _named_shards(root: Path, index: Path | None, warnings: list[str]) -> tuple[dict[str, str], list[str]]:
+    """(which tensor the index places in which file, the files in order of names); every file is there."""
+    if index is None:
+        shards, weight_map, why = directory.shards_without_index(root, INDEX), {}, "expected to hold the weights"
+    else:
+        _require_file(root, index.name, "expected to hold the index")
+        weight_map = load_json(index, "E0407").get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            weight_map = {}
+        if not weight_map:
+            raise DataError(
+                "a weight_map from names to files expected", code="E0408", file=index, remedy="download the index again"
+            )
+        shards = sorted(set(weight_map.values()))
+        missing = [s for s in shards if is_plain(s) and not (root / s).is_file()]
+        stale = directory.stale_index(root, index.name, shards, missing)
+        if stale is not None:
+            raise stale
+        announced = directory.announced_parts(shards)
+        warnings += [f"{index.name}: {announced}"] if announced else []
+        why = f"named by {index.name} ({len(missing)} of {len(shards)} shards are missing)"
+    for shard in shards:
+        _require_file(root, shard, why)
+    return weight_map, shards
+
+
 def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = False) -> Checkpoint:
     """The catalogue of the checkpoint directory at `path`.
 
@@ -128,14 +131,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     and tensor if a shard is missing, short, damaged or contradicts the index.
     """
     root = Path(path)
-    if not root.is_dir():
-        found = "a file" if root.exists() else "nothing"
-        raise RequestError(
-            f"a checkpoint directory expected, found {found}",
-            code="E0401",
-            file=root,
-            remedy="give the directory that holds config.json and the .safetensors files",
-        )
+    directory.require_directory(root)
     container = _is_bf16_container(root)
     if not (root / CONFIG).is_file():
         raise RequestError(
@@ -144,35 +140,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
             file=root,
             remedy="give the directory that holds config.json and the .safetensors files",
         )
+    if not Homes(root).holds(root / CONFIG):
+        raise RequestError(
+            f"a file of the checkpoint expected, found {OUTSIDE}",
+            code="E0415",
+            file=root / CONFIG,
+            remedy="put a copy of the file in its place; only weights may be links to other places",
+        )
     config = load_json(root / CONFIG, "E0407", loose=True)
     warnings: list[str] = []
     index = _find_index(root)
-    weight_map: dict[str, str] = {}
-    if index is not None:
-        _require_file(root, index.name, "expected to hold the index")
-        listed = load_json(index, "E0407").get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()) or not listed:
-            raise DataError(
-                "a weight_map from names to files expected", code="E0408", file=index, remedy="download the index again"
-            )
-        weight_map = listed
-        shards = sorted(set(weight_map.values()))
-        missing = [s for s in shards if not (root / s).is_file()]
-        why = f"named by {index.name} ({len(missing)} of {len(shards)} shards are missing)"
-    else:
-        shards = sorted(p.name for p in root.glob("*.safetensors"))
-        if "model.safetensors" in shards:
-            shards = ["model.safetensors"]
-        elif len(shards) != 1:
-            raise RequestError(
-                f"model.safetensors or {INDEX} expected, found {len(shards)} .safetensors files and no index",
-                code="E0404",
-                file=root,
-                remedy="download the index of the checkpoint",
-            )
-        why = "expected to hold the weights"
-    for shard in shards:
-        _require_file(root, shard, why)
+    weight_map, shards = _named_shards(root, index, warnings)
+    named = {CONFIG} if index is None else {CONFIG, index.name}
+    directory.refuse_unfinished(root, shards, named)
     unlisted: list[str] = []
     if merge_unlisted:
         unlisted = sorted(p.name for p in root.glob("*.safetensors") if p.is_file() and p.name not in shards)
@@ -215,12 +195,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
                 tensor=name,
                 remedy="download the shard and the index again: they do not belong together",
             )
-    side = list(_side_files(root, set(shards), index, warnings))
+    side = list(list_side_files(root, {*shards, *named}, warnings))
     if container:
         side = [
             replace(f, rule="of the container, not of the model") if f.name in (MANIFEST, EXPERTS) else f for f in side
         ]
     copied = [f.name for f in side if f.rule in (None, CODE)]
+    directory.refuse_unfinished(root, (), copied)
     for name in copied if index is None else [index.name, *copied]:
         status = (root / name).stat()
         stamps[name] = (status.st_size, status.st_mtime_ns)
@@ -272,36 +253,3 @@ def _is_bf16_container(root: Path) -> bool:
         file=root,
         remedy="convert from the checkpoint this container was made from",
     )
-
-
-def _side_files(root: Path, shards: set[str], index: Path | None, warnings: list[str]) -> Iterable[SideFile]:
-    for path in sorted(root.iterdir(), key=lambda p: p.name.encode("utf-8", "surrogateescape")):
-        name = path.name
-        if name in shards or name == CONFIG or (index is not None and name == index.name):
-            continue
-        if not _is_text(name):
-            name = ascii(os.fsencode(name).decode("utf-8", "backslashreplace"))
-            warnings.append(f"{name}: its name is not UTF-8 or has control characters; not copied")
-            yield SideFile(name, 0, "a name no manifest can hold")
-            continue
-        if path.is_dir():
-            yield SideFile(name, 0, "a subfolder")
-            continue
-        if not path.is_file():
-            warnings.append(f"{name}: neither a file nor a link to one; not copied")
-            yield SideFile(name, 0, "no regular file, or a link that points nowhere")
-            continue
-        size = path.stat().st_size
-        if name.endswith(".safetensors"):
-            warnings.append(f"{name}: not in the index; its tensors are not copied (--merge-unlisted takes them)")
-            yield SideFile(name, size, "weights outside the index")
-        elif name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json"):
-            yield SideFile(name, size, "weights in another format")
-        elif name.startswith("."):
-            yield SideFile(name, size, "a hidden file")
-        elif name.endswith(".py"):
-            yield SideFile(name, size, CODE)
-        elif size > SIDE_FILE_LIMIT:
-            yield SideFile(name, size, f"larger than {SIDE_FILE_LIMIT >> 20} MiB")
-        else:
-            yield SideFile(name, size, None)

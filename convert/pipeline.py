@@ -6,15 +6,18 @@ on how many there are. What is in memory is workers x (one expert in + one recor
 
 from __future__ import annotations
 
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
@@ -120,6 +123,8 @@ def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -
         if name not in work.finished:
             with machine_errors(work.file(name), "writing a file"):
                 write_durably(work.file(name), data)
+                if name == CONFIG:
+                    narrow(work.file(name), plan.checkpoint.path / name)
                 work.record(FinishedFile(name, len(data), digest(data).hex()))
     shared = _Shared(plan, work, SourceFiles(plan.checkpoint.path), progress)
     tasks = _tasks(shared)
@@ -234,6 +239,7 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
     with machine_errors(path, "copying a side file"):
         writer = StreamWriter(path, nbytes)
         try:
+            narrow(path, shared.plan.checkpoint.path / name)
             for start in range(0, nbytes, CHUNK):
                 piece = hands.chunk[: min(CHUNK, nbytes - start)]
                 shared.files.read_into(name, start, piece)
@@ -242,3 +248,9 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
             shared.work.record(FinishedFile(name, nbytes, writer.finish().hex()))
         finally:
             writer.close()
+
+
+def narrow(path: Path, source: Path) -> None:
+    """Take from a file's mode what its source's does not have: who may not read the one may not read the other."""
+    own = stat.S_IMODE(path.stat().st_mode)
+    path.chmod(own & source.stat().st_mode | stat.S_IRUSR)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert import families
-from pagestone.convert.checkpoint import CODE, CONFIG, INDEX, Checkpoint, SideFile, SourceTensor
+from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor
 from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseTensor, sort_dense
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
 from pagestone.convert.foreign import refuse_foreign
 from pagestone.convert.scales import contradicted
+from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
 from pagestone.formats.codecs import Codec, ConfigFacts
 from pagestone.formats.dtypes import item_size
@@ -177,14 +178,7 @@ def make_plan(
     side = tuple(
         SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
     )
-    for shard in [*checkpoint.shards, *(f.name for f in side)]:
-        if OUR_NAMES.fullmatch(shard) and not checkpoint.container:
-            raise RequestError(
-                "the source has a file named like one of a container's",
-                code="E0604",
-                file=checkpoint.path / shard,
-                remedy="rename it, or leave it out of the source",
-            )
+    _check_names(checkpoint, side, warnings)
     announced = "num_nextn_predict_layers" if family.mtp_as_extra_layer else "mtp_num_hidden_layers"
     if checkpoint.text_config.get(announced) and not any(s.block == "mtp" for s in found):
         warnings.append("config.json announces a multi-token-prediction block, the checkpoint has none")
@@ -210,6 +204,28 @@ def make_plan(
         generated,
         (*checkpoint.warnings, *warnings),
     )
+
+
+def _check_names(checkpoint: Checkpoint, side: tuple[SideFile, ...], warnings: list[str]) -> None:
+    """Refuse files of the source named like one of the container's, also where only some file systems think so."""
+    for name in [*checkpoint.shards, *(f.name for f in side)]:
+        alike = folded(name)
+        if alike not in (CONFIG, INDEX) and not OUR_NAMES.fullmatch(alike):
+            continue
+        if checkpoint.container and alike == name:
+            continue
+        what = "named like" if alike == name else "whose name is, where case or accents do not count, that of"
+        raise RequestError(
+            f"the source has a file {what} one of a container's",
+            code="E0604",
+            file=checkpoint.path / name,
+            remedy="rename it, or leave it out of the source",
+        )
+    homes: dict[str, str] = {}
+    for name in (f.name for f in side if f.rule is None):
+        other = homes.setdefault(folded(name), name)
+        if other != name:
+            warnings.append(f"{name} and {other} are one name where case or accents do not count: copy with care")
 
 
 def _family(checkpoint: Checkpoint) -> Family:

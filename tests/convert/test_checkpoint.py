@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from kits.checkpoints import INDEX, SIDE_FILES, SINGLE, T_ORDER, Tensor, write_checkpoint, write_safetensors
 
-from pagestone.convert.checkpoint import SIDE_FILE_LIMIT, open_checkpoint
+from pagestone.convert.checkpoint import open_checkpoint
+from pagestone.convert.side_files import SIDE_FILE_LIMIT
 from pagestone.formats.errors import DataError, RequestError
 
 TENSORS = {
@@ -74,10 +75,8 @@ def test_side_files_by_rule(tmp_path):
     (root / "pytorch_model.bin").write_text("x")
     (root / "sub").mkdir()
     (root / "dangling.txt").symlink_to("nowhere")
-    with (root / "large.bin.txt").open("wb") as handle:
-        handle.truncate(SIDE_FILE_LIMIT + 1)
-    with (root / "just.txt").open("wb") as handle:
-        handle.truncate(SIDE_FILE_LIMIT)
+    (root / "large.bin.txt").write_bytes(b"x" * (SIDE_FILE_LIMIT + 1))
+    (root / "just.txt").write_bytes(b"x" * SIDE_FILE_LIMIT)
     write_safetensors(root / "adapter.safetensors", TENSORS)
     checkpoint = open_checkpoint(root)
     rules = {f.name: f.rule for f in checkpoint.side_files}

@@ -104,9 +104,10 @@ def write_checkpoint(
 ) -> Path:
     """A checkpoint directory: one `model.safetensors`, or `shards` files of about as many tensors each and an index.
 
-    `alphabetical` sorts tensors by name as strings first; `links` makes `root` a snapshot of a Hugging Face cache,
-    whose every file is a relative link into `blobs` beside it.
+    `alphabetical` sorts tensors by name as strings first; `links` makes it a snapshot of a Hugging Face cache: what is
+    returned is `snapshots/NAME` beside `root`, and every file there is a relative link into `blobs` beside `snapshots`.
     """
+    root = root.parent / "snapshots" / root.name if links else root
     root.mkdir(parents=True)
     names = sorted(tensors) if alphabetical else list(tensors)
     if shards == 1:
@@ -125,12 +126,12 @@ def write_checkpoint(
     for name, data in side_files.items():
         (root / name).write_bytes(data)
     if links:
-        blobs = root.parent / "blobs"
+        blobs = root.parent.parent / "blobs"
         blobs.mkdir()
         for number, file in enumerate(sorted(root.iterdir())):
             blob = blobs / f"{number:040x}"
             file.rename(blob)
-            file.symlink_to(Path("..") / "blobs" / blob.name)
+            file.symlink_to(Path("..") / ".." / "blobs" / blob.name)
     return root
 
 
