@@ -528,7 +528,7 @@ def test_foreign_files(source, wanted, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["lock", "journal.jsonl", "stale.json", "config.json.tmp", "manifest.json.tmp", "x.tmp"]
+    "name", ["lock.json", "journal.jsonl", "stale.json", "tmp.json", "config.tmp.json", "pagestone-partial.txt"]
 )
 def test_side_files_named_like_our_working_files(tmp_path, name):
     """No side file of a source can be mistaken for a file the work directory keeps for itself."""
