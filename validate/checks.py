@@ -6,7 +6,6 @@ Everything is read with pread, never mapped: a file that is cut while it is look
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import numpy as np
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
 from pagestone.convert.plan import config_facts, config_with, stated_config
-from pagestone.formats import codecs
+from pagestone.formats import codecs, strict_json
 from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
@@ -28,6 +27,7 @@ from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sideca
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import read_header
+from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
 
 Columns = dict[str, list[Any]]
@@ -215,9 +215,9 @@ def check_dense(root: Path, dense: list[str]) -> Iterator[Finding]:
 def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
     try:
-        table = json.loads((root / INDEX).read_bytes())
+        table = strict_json.loads((root / INDEX).read_bytes())
         listed, total = dict(table["weight_map"]), table["metadata"]["total_size"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
         return
     wanted: dict[str, str] = {}
@@ -243,9 +243,9 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
     for name in sorted(listed.keys() - wanted.keys())[:10]:
         yield Finding(ERROR, "E1009", INDEX, f"{name} is listed, no file holds it")
     for name in sorted(n for n in wanted.keys() & listed.keys() if wanted[n] != listed[n])[:10]:
-        yield Finding(ERROR, "E1010", INDEX, f"{name} lies in {wanted[name]}, the index says {listed[name]}")
+        yield Finding(ERROR, "E1010", INDEX, f"{name} lies in {wanted[name]}, the index says {brief(listed[name])}")
     if total != size:
-        yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {total}")
+        yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {brief(total)}")
 
 
 def check_config(
@@ -253,8 +253,8 @@ def check_config(
 ) -> Iterator[Finding]:
     """config.json states what the codec needs so that others read right weights or raise, at both levels."""
     try:
-        config = json.loads((root / CONFIG).read_bytes())
-    except (ValueError, RecursionError):
+        config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
+    except ValueError:
         config = None
     if not isinstance(config, dict):
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
