@@ -66,7 +66,7 @@ class Family:
 
     def experts_of(self, config: Config) -> int | None:
         """Experts per layer as the config states them, or None; `DataError` if it states something else there."""
-        stated = (whole(config, field) for field in self.count_fields)
+        stated = [whole(config, field) for field in self.count_fields]
         return next((count for count in stated if count is not None), None)
 
     @property
