@@ -14,6 +14,7 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.container import Container, open_container, open_to_run
 
@@ -100,7 +101,7 @@ def _text(table: dict[str, Any]) -> str:
     lines += ["", "  a record:"]
     for s in table["layers"][0]["record"]:
         lines.append(f"  {s['offset']:>12,}  {s['name']:<28}{s['dtype']:<9}{s['shape']}")
-    return "\n".join(lines)
+    return shown_lines(lines)
 
 
 def _inspect(
@@ -127,7 +128,9 @@ Experts = Annotated[
         "nothing needs decoding."
     ),
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="End an answer after this many tokens.")]
+MOST = 10**9
+"""The most that an option which counts something takes: beyond is a slip, and numbers that no C integer holds."""
+Tokens = Annotated[int, typer.Option(min=1, max=MOST, help="End an answer after this many tokens.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the container has none.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn at random.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that have this share together.")]
@@ -186,7 +189,7 @@ def open_model(
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 def _say(text: str) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import RequestError
+from pagestone.formats.text import shown_lines
 from pagestone.reader import host
 from pagestone.reader.commands import open_model
 from pagestone.reader.host import HostModel
 from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
+from pagestone.validate.inputs import read_lines, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +114,7 @@ class Fidelity:
         rows = [heads, source, ours]
         widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"{self.directory} against {self.source}", *lines])
+        return shown_lines([f"{self.directory} against {self.source}", *lines])
 
 
 def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
@@ -144,7 +146,7 @@ def compare(request: Request, progress: Callable[[str], None] = lambda _: None) 
 
 def _text_ids(request: Request, tokens: Any) -> list[int]:
     assert request.text is not None
-    ids = [int(i) for i in tokens(request.text.read_text(encoding="utf-8"))["input_ids"][: request.tokens]]
+    ids = [int(i) for i in tokens(read_text(request.text, "--text"))["input_ids"][: request.tokens]]
     if len(ids) < 2:
         raise RequestError(
             f"a text of at least 2 tokens expected, found {len(ids)}", code="E1311", file=request.text,
@@ -191,9 +193,7 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path, "--questions"):
         try:
             table = json.loads(line)
             found.append((str(table["question"]), str(table["answer"])))
