@@ -10,7 +10,6 @@ from typing import Any
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.prepare import Outcome, disk_space
 from pagestone.convert.sources import LayerSource
-from pagestone.formats.text import shown_lines
 
 FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
 
@@ -94,7 +93,7 @@ def plan_text(plan: Plan, output: Path) -> str:
         f"disk space free: {size(free)}{'' if free > plan.bytes_out else ' - NOT ENOUGH'}",
     ]
     lines += [f"warning: {w}" for w in plan.warnings]
-    return shown_lines(lines)
+    return "\n".join(lines)
 
 
 def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, Any]:
@@ -130,4 +129,4 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
             else []
         ),
     ]
-    return shown_lines(lines)
+    return "\n".join(lines)

@@ -7,64 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagestone.formats.errors import RequestError
+from pagestone.formats.errors import PagestoneError
 from pagestone.reader.budget import size_text
+from pagestone.reader.decoding import Emit, Speech, ignore
 from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Counters, Totals
-from pagestone.reader.text import chat_ids
+from pagestone.reader.sampling import Sampler, Sampling
+from pagestone.reader.text import Message, Tokenizer, check_ids
 
 if TYPE_CHECKING:
-    import torch
-
-UNFINISHED = "�"
-"""What a decoder puts where a character's bytes are not all there yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. A temperature of 0 is greedy: the first of the largest logits."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise RequestError(
-                f"a temperature of at least 0, 0 < top-p <= 1 and a top-k of at least 0 expected, found {self}",
-                code="E1242",
-                remedy="correct the sampling options",
-            )
-
-
-class Sampler:
-    """Chooses tokens; two with the same seed choose the same from the same logits."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        import torch
-
-        self._how = sampling
-        self._random = torch.Generator().manual_seed(sampling.seed)
-
-    def __call__(self, logits: torch.Tensor) -> int:
-        """A token id for logits [vocabulary]. Order: temperature, top-k, top-p, all in float32."""
-        import torch
-
-        how = self._how
-        if how.temperature == 0:
-            return int(logits.argmax())
-        values, ids = torch.sort(logits.float() / how.temperature, descending=True, stable=True)
-        if how.top_k:
-            values, ids = values[: how.top_k], ids[: how.top_k]
-        chances = torch.softmax(values, dim=-1)
-        if how.top_p < 1:
-            kept = int((chances.cumsum(-1) - chances < how.top_p).sum())  # the first is always kept
-            chances = chances[:kept]
-        return int(ids[torch.multinomial(chances, 1, generator=self._random)])
+    from types import FrameType
 
 
 class TurnEnded(Exception):
@@ -76,7 +30,7 @@ def interruptible(model: HostModel) -> Iterator[None]:
     """Within it Ctrl-C raises `TurnEnded` before the next layer's experts; a second Ctrl-C is `KeyboardInterrupt`."""
     pressed = 0
 
-    def press(number: int, frame: Any) -> None:
+    def press(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         pressed += 1
         if pressed > 1:
@@ -108,6 +62,13 @@ class Turn:
     """Tokens of the prompt that were not in the state already."""
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    """The answer."""
+    thought: str = ""
+    """What was thought before it, or instead of it."""
+    answered: bool = True
+    """Whether the answer was begun: False if the thought was cut."""
+    thought_key: str = "reasoning_content"
+    """The field of a message in which this model's chat template looks for the thought."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stopped: str = "length"
@@ -135,12 +96,29 @@ class Turn:
             f"hit rate {100 * self.decode.hit_rate:.1f} %, {size_text(self.bytes_per_token)} {verb} a token]"
         )
 
+    def ending(self) -> str | None:
+        """What to say about the end, if it is not the one the model chose."""
+        if self.stopped == "eos" and self.answered:
+            return None
+        cut = {
+            "eos": "the model ended within its thought",
+            "length": f"cut after {len(self.ids)} tokens; --max-new-tokens allows more",
+            "interrupted": "interrupted",
+        }[self.stopped]
+        return f"({cut})" if self.answered else f"({cut}: there is no answer, only a thought)"
+
+    def message(self) -> Message:
+        """The assistant's message for the next turn; the template decides whether an earlier thought is fed again."""
+        thought = {self.thought_key: self.thought} if self.thought else {}
+        return {"role": "assistant", "content": self.text, **thought}
+
     def table(self) -> dict[str, Any]:
         """For --json. Rates are of decoding only."""
         return {
-            "text": self.text, "ids": self.ids, "stopped": self.stopped, "prompt_tokens": self.prompt_tokens,
-            "fed_tokens": self.fed_tokens, "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds, "tokens_per_second": self.tokens_per_second,
+            "text": self.text, "thought": self.thought, "answered": self.answered, "ids": self.ids,
+            "stopped": self.stopped, "prompt_tokens": self.prompt_tokens, "fed_tokens": self.fed_tokens,
+            "prefill_seconds": self.prefill_seconds, "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.tokens_per_second,
             "hit_rate": self.decode.hit_rate, "bytes_per_token": self.bytes_per_token,
             "prefill": self.prefill.table(), "decode": self.decode.table(),
         }  # fmt: skip
@@ -151,40 +129,66 @@ def _moved(counters: Counters) -> int:
 
 
 class Conversation:
-    """A model, its tokenizer and what was fed so far; `turn` continues where ids agree, and begins anew where not."""
+    """A model, its tokenizer and what was fed so far; `turn` continues where ids agree, and begins anew where not.
 
-    def __init__(self, model: HostModel, tokens: Any, root: Path, sampling: Sampling, ends: frozenset[int]) -> None:
-        self.model, self.tokens, self.root = model, tokens, root
+    `ends` are the token ids that end an answer; `note` is told what the user should know.
+    """
+
+    def __init__(
+        self, model: HostModel, tokenizer: Tokenizer, sampling: Sampling, ends: frozenset[int], note: Emit = ignore
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
         self._sampler = Sampler(sampling)
         self._ends = ends
+        self._note = note
         self._fed: list[int] = []
         self._state: Any = None
 
-    def answer(self, messages: Sequence[dict[str, str]], limit: int, emit: Callable[[str], None]) -> Turn:
+    def answer(self, messages: Sequence[Message], limit: int, emit: Emit, think: Emit = ignore) -> Turn:
         """The assistant's turn after `messages` by the chat template."""
-        return self.turn(chat_ids(self.tokens, messages, self.root), limit, emit)
+        return self.turn(self.tokenizer.chat(messages), limit, emit, think)
 
-    def turn(self, ids: Sequence[int], limit: int, emit: Callable[[str], None]) -> Turn:
+    def turn(self, ids: Sequence[int], limit: int, emit: Emit, think: Emit = ignore, *, raw: bool = False) -> Turn:
         """At most `limit` tokens after `ids`; text is emitted as soon as its characters are whole.
 
-        Ctrl-C ends it early; what was said until then is in the turn.
+        `emit` is given the answer, `think` the thought; with `raw` everything is answer. Ctrl-C ends it early; what was
+        said until then is in the turn. Raises `RequestError` for ids that the model does not have (E1233, E1243).
         """
+        check_ids(ids, self.model.vocabulary, self.tokenizer.place)
+        self._warn(len(ids), limit)
         begun = self._known(ids)
         turn = Turn(len(ids), len(ids) - begun)
         before = self._counted()
-        text = _Text(self.tokens, emit)
+        speech = Speech(self.tokenizer, ids, emit, think, raw=raw)
         with interruptible(self.model):
             try:
-                self._speak(list(ids), begun, limit, turn, text)
+                self._speak(list(ids), begun, limit, turn, speech)
             except TurnEnded:
                 turn.stopped = "interrupted"
                 self._fed, self._state = [], None  # layers may disagree on what they have seen
-        turn.text = text.finish()
+        speech.finish()
+        turn.text, turn.thought, turn.answered = speech.text, speech.thought, speech.answered
+        turn.thought_key = speech.thought_key
         after = self._counted()
         turn.prefill, turn.decode = (
             (turn.prefill - before, after - turn.prefill) if turn.ids else (after - before, Counters())
         )
         return turn
+
+    def _warn(self, prompt: int, limit: int) -> None:
+        """Say it before the model is taken beyond the positions it was made for."""
+        positions = self.model.positions
+        if positions is None or prompt + limit <= positions:
+            return
+        what = (
+            f"the prompt has {prompt} tokens"
+            if prompt > positions
+            else f"the prompt has {prompt} tokens and the answer may have {limit}"
+        )
+        self._note(
+            f"warning: {what}; the model was made for {positions} positions (max_position_embeddings). It goes on "
+            "beyond them, but what it says there may make no sense"
+        )
 
     def _counted(self) -> Counters:
         """What the store counted so far."""
@@ -197,13 +201,15 @@ class Conversation:
         self._fed, self._state = [], None
         return 0
 
-    def _speak(self, ids: list[int], begun: int, limit: int, turn: Turn, text: _Text) -> None:
+    def _speak(self, ids: list[int], begun: int, limit: int, turn: Turn, speech: Speech) -> None:
         clock = time.perf_counter()
         pending = ids[begun:]
+        seen = set(ids)
         while True:
             logits, self._state = self.model.forward(pending, self._state)
             self._fed += pending
-            chosen = self._sampler(logits[-1])
+            chosen = self._sampler(logits[-1], seen)
+            seen.add(chosen)
             now = time.perf_counter()
             if not turn.ids:
                 turn.prefill_seconds, clock = now - clock, now
@@ -213,71 +219,43 @@ class Conversation:
             if chosen in self._ends:
                 turn.stopped = "eos"
                 return
-            text.add(chosen)
+            speech.add(chosen)
             if len(turn.ids) >= limit:
                 return
             pending = [chosen]
 
 
-class _Text:
-    """Decodes ids as they come and emits only whole characters."""
-
-    def __init__(self, tokens: Any, emit: Callable[[str], None]) -> None:
-        self._tokens, self._emit = tokens, emit
-        self._ids: list[int] = []
-        self._start = 0
-        self._said = ""
-        self._whole = ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokens.decode(ids, skip_special_tokens=True))
-
-    def add(self, token: int) -> None:
-        """One more token."""
-        self._ids.append(token)
-        # decoding everything again for every token would cost more with every token; a few before it decide spacing
-        now = self._decode(self._ids[self._start :])
-        if now.endswith(UNFINISHED):
-            return
-        self._say(now)
-        if len(self._ids) - self._start > 32:
-            self._start = len(self._ids) - 8
-            self._said = self._decode(self._ids[self._start :])
-
-    def _say(self, now: str) -> None:
-        new = now[len(self._said) :]
-        self._said = now
-        self._whole += new
-        if new:
-            self._emit(new)
-
-    def finish(self) -> str:
-        """Emit what is left, broken or not; all that was said."""
-        if self._ids:
-            self._say(self._decode(self._ids[self._start :]))
-        return self._whole
-
-
 def session(
-    talk: Conversation, limit: int, ask: Callable[[], str | None], emit: Callable[[str], None],
-    note: Callable[[str], None], system: str | None = None,
+    talk: Conversation, limit: int, ask: Callable[[], str | None], emit: Emit, note: Emit, system: str | None = None,
+    think: Emit = ignore,
 ) -> None:  # fmt: skip
-    """Turns until `ask` returns None. An interrupted answer stays in the conversation as far as it went."""
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    """Turns until `ask` returns None. An interrupted answer stays in the conversation as far as it went.
+
+    A turn that cannot be asked (no text, a template that fails) is said and forgotten, and so is one without an answer.
+    """
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while True:
         try:
             said = ask()
+            if said is None:
+                return
+            if not said.strip():
+                continue
+            asked = [*messages, {"role": "user", "content": said}]
+            ids = talk.tokenizer.chat(asked)
+            check_ids(ids, talk.model.vocabulary, talk.tokenizer.place)
         except KeyboardInterrupt:
             note("(Ctrl-D ends the session)")
             continue
-        if said is None:
-            return
-        if not said.strip():
+        except PagestoneError as error:
+            note(f"error: {error}")
             continue
-        messages.append({"role": "user", "content": said})
-        turn = talk.answer(messages, limit, emit)
+        turn = talk.turn(ids, limit, emit, think)
         emit("\n")
-        if turn.stopped == "interrupted":
-            note("(interrupted)")
-        messages.append({"role": "assistant", "content": turn.text})
+        if (ending := turn.ending()) is not None:
+            note(ending)
+        if turn.answered and (turn.text or turn.stopped == "eos"):
+            messages = [*asked, turn.message()]
+        else:
+            note("(this turn is not remembered)")
         note(turn.report())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -14,13 +16,15 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
-from pagestone.formats.text import shown, shown_lines
+from pagestone.reader import inputs
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.container import Container, open_container, open_to_run
 
 if TYPE_CHECKING:
     from pagestone.reader.host import HostModel
+    from pagestone.reader.sampling import Sampling
     from pagestone.reader.store import ExpertStore
+    from pagestone.reader.text import Tokenizer
 
 
 def register(app: typer.Typer) -> None:
@@ -101,7 +105,7 @@ def _text(table: dict[str, Any]) -> str:
     lines += ["", "  a record:"]
     for s in table["layers"][0]["record"]:
         lines.append(f"  {s['offset']:>12,}  {s['name']:<28}{s['dtype']:<9}{s['shape']}")
-    return shown_lines(lines)
+    return "\n".join(lines)
 
 
 def _inspect(
@@ -115,27 +119,95 @@ def _inspect(
 # -- running ----------------------------------------------------------------------------------------------------------
 
 Directory = Annotated[Path, typer.Argument(help="Directory of the container.")]
-Budget = Annotated[
-    str | None, typer.Option(help="Memory for experts, such as 2GiB. Default: half of what is free, at most all.")
-]
-Io = Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")]
-Threads = Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")]
-Experts = Annotated[
-    str,
-    typer.Option(
-        help="native multiplies the codes as they are, with as many threads as torch (OMP_NUM_THREADS); reference "
-        "decodes each expert and lets torch multiply: slow, the oracle; auto is native, but reference for bf16, where "
-        "nothing needs decoding."
-    ),
-]
-MOST = 10**9
-"""The most that an option which counts something takes: beyond is a slip, and numbers that no C integer holds."""
-Tokens = Annotated[int, typer.Option(min=1, max=MOST, help="End an answer after this many tokens.")]
-Tokenizer = Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the container has none.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn at random.")]
-TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that have this share together.")]
-TopK = Annotated[int, typer.Option(help="Draw among this many tokens; 0 for all.")]
-Seed = Annotated[int, typer.Option(help="The same seed draws the same tokens.")]
+Default = "Default: what generation_config.json recommends, "
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The options of `run` and `chat` alike: how experts are read, and how answers are made."""
+
+    budget: Annotated[
+        str | None, typer.Option(help="Memory for experts, such as 2GiB. Default: half of what is free, at most all.")
+    ] = None
+    io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct"
+    threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2
+    experts: Annotated[
+        str,
+        typer.Option(
+            help="native multiplies the codes as they are, with as many threads as torch (OMP_NUM_THREADS); reference "
+            "decodes each expert and lets torch multiply: slow, the oracle; auto is native, but reference for bf16, "
+            "where nothing needs decoding."
+        ),
+    ] = "auto"
+    temperature: Annotated[
+        float | None,
+        typer.Option(help=f"0 is greedy; above, tokens are drawn at random. {Default}else 0."),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help=f"Draw among this many tokens; 0 for all. {Default}else 0.")] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help=f"Draw among the likeliest tokens that have this share together. {Default}else 1."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(help=f"Draw among tokens at least this share as likely as the likeliest. {Default}else 0."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help=f"Above 1, tokens that were there already are less likely. {Default}else 1.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="The same seed draws the same tokens.")] = 0
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the container has none.")] = None
+    template_var: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=VALUE for the chat template, such as enable_thinking=false; a VALUE that is JSON is taken as "
+            "such. May be repeated."
+        ),
+    ] = None
+
+    def sampling(self, directory: Path) -> Sampling:
+        """How tokens are chosen: these options over what the publisher recommends."""
+        from pagestone.reader.sampling import choose_sampling
+
+        return choose_sampling(directory, **{name: getattr(self, name) for name in SAMPLING}, seed=self.seed)
+
+    def open_tokenizer(self, directory: Path) -> Tokenizer:
+        """The container's tokenizer or the one given, with the template's variables."""
+        from pagestone.reader.text import open_tokenizer, parse_variables
+
+        return open_tokenizer(directory, self.tokenizer, parse_variables(self.template_var or []))
+
+    def open_model(self, directory: Path, sampling: Sampling) -> Opened:
+        """The container's model, with everything said that is worth knowing."""
+        opened = open_model(directory, self.budget, self.io, self.threads, _note, self.experts)
+        _note(sampling.text([name for name in SAMPLING if getattr(self, name) is not None]))
+        return opened
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command whose last parameter is `running` the options of `Running` in its place."""
+    hints = get_type_hints(Running, include_extras=True)
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(Running)
+    ]
+    own = get_type_hints(command, include_extras=True)
+    kept = [
+        p.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, p in inspect.signature(command).parameters.items()
+        if name != "running"
+    ]
+
+    def call(**given: Any) -> None:
+        running = Running(**{p.name: given.pop(p.name) for p in shared})
+        command(**given, running=running)
+
+    call.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in (*kept, *shared)}
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,56 +261,74 @@ def open_model(
 
 
 def _note(text: str) -> None:
-    print(shown(text), file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
-    print(text, end="", flush=True)
+class _Screen:
+    """Answers to stdout, thoughts to stderr, each on its own lines where both are a terminal."""
+
+    def __init__(self) -> None:
+        self._thinking = False
+
+    def say(self, text: str) -> None:
+        """Part of the answer."""
+        self.end_thought()
+        print(text, end="", flush=True)
+
+    def think(self, text: str) -> None:
+        """Part of a thought."""
+        print(text if self._thinking else f"(thought) {text}", end="", file=sys.stderr, flush=True)
+        self._thinking = True
+
+    def end_thought(self) -> None:
+        """Begin a new line after a thought."""
+        if self._thinking:
+            _note("")
+        self._thinking = False
 
 
+@with_options
 def _run(
     directory: Directory,
     prompt: Annotated[str, typer.Option(help="What the user says; - reads it from stdin.")],
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, no chat template.")] = False,
-    max_new_tokens: Tokens = 256,
-    budget: Budget = None,
-    io: Io = "direct",
-    threads: Threads = 2,
-    experts: Experts = "auto",
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="End the answer after this many tokens.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
+    *,
+    running: Running,
 ) -> None:
-    from pagestone.reader.chat import Conversation, Sampling
+    from pagestone.reader.chat import Conversation
+    from pagestone.reader.decoding import ignore
     from pagestone.reader.leases import Totals
-    from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
+    from pagestone.reader.text import end_tokens
 
-    sampling = Sampling(temperature, top_p, top_k, seed)
     open_to_run(directory)
-    tokens = open_tokenizer(directory, tokenizer)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
-    ids = tokens(text)["input_ids"] if raw else chat_ids(tokens, messages, directory)
+    sampling = running.sampling(directory)
+    text = inputs.stdin() if prompt == "-" else inputs.option("--prompt", prompt)
+    tokenizer = running.open_tokenizer(directory)
+    ids = tokenizer.encode(text) if raw else tokenizer.chat([*_system(system), {"role": "user", "content": text}])
     if not ids:
         raise RequestError("a prompt of at least one token expected, found none", code="E1243", remedy="say something")
-    opened = open_model(directory, budget, io, threads, _note, experts)
+    ends = end_tokens(directory, tokenizer)
+    opened = running.open_model(directory, sampling)
+    screen = _Screen()
     try:
-        talk = Conversation(opened.model, tokens, directory, sampling, end_tokens(directory))
-        turn = talk.turn(ids, max_new_tokens, (lambda _: None) if as_json else _say)
+        talk = Conversation(opened.model, tokenizer, sampling, ends, _note)
+        say, think = (ignore, ignore) if as_json else (screen.say, screen.think)
+        turn = talk.turn(ids, max_new_tokens, say, think, raw=raw)
         if as_json:
             counters = Totals.of(opened.store.counters).layers
             print(json.dumps(turn.table() | {
                 "directory": str(directory), "container_id": opened.container.container_id, "io": opened.store.mode,
-                "experts": opened.model.context.experts,
+                "experts": opened.model.context.experts, "sampling": asdict(sampling),
                 "peak_bytes": getattr(opened.store, "peak_bytes", None),
                 "layers": {str(n): c.table() for n, c in counters.items()},
             }, indent=1))  # fmt: skip
         else:
-            print()
+            screen.say("\n")
+            if (ending := turn.ending()) is not None:
+                _note(ending)
             _note(turn.report())
     finally:
         opened.model.close()
@@ -246,40 +336,53 @@ def _run(
         raise typer.Exit(130)
 
 
+@with_options
 def _chat(
     directory: Directory,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_new_tokens: Tokens = 1024,
-    budget: Budget = None,
-    io: Io = "direct",
-    threads: Threads = 2,
-    experts: Experts = "auto",
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="End an answer after this many tokens.")] = 1024,
+    *,
+    running: Running,
 ) -> None:
-    from pagestone.reader.chat import Conversation, Sampling, session
-    from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
+    from pagestone.reader.chat import Conversation, session
+    from pagestone.reader.text import end_tokens
 
-    sampling = Sampling(temperature, top_p, top_k, seed)
     open_to_run(directory)
-    tokens = open_tokenizer(directory, tokenizer)
-    chat_ids(tokens, [{"role": "user", "content": "?"}], directory)
-    opened = open_model(directory, budget, io, threads, _note, experts)
-    shown = sys.stdin.isatty()
-    if shown:
-        import readline  # noqa: F401 - gives `input` its line editing
-
-    def ask() -> str | None:
-        try:
-            return input("> " if shown else "")
-        except EOFError:
-            return None
-
+    sampling = running.sampling(directory)
+    tokenizer = running.open_tokenizer(directory)
+    tokenizer.chat([*_system(system), {"role": "user", "content": "?"}])  # before minutes are spent on loading
+    ends = end_tokens(directory, tokenizer)
+    opened = running.open_model(directory, sampling)
+    screen = _Screen()
     try:
-        talk = Conversation(opened.model, tokens, directory, sampling, end_tokens(directory))
-        session(talk, max_new_tokens, ask, _say, _note, system)
+        talk = Conversation(opened.model, tokenizer, sampling, ends, _note)
+        session(talk, max_new_tokens, _asker(), screen.say, _note, system, screen.think)
     finally:
         opened.model.close()
+
+
+def _system(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": inputs.option("--system", system)}] if system else []
+
+
+def _asker() -> Callable[[], str | None]:
+    """Asks for the next thing the user says: at a terminal with line editing, else a line of stdin; None at its end."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        import readline  # noqa: F401 - gives `input` its line editing
+
+        def ask() -> str | None:
+            try:
+                return inputs.option(inputs.STDIN, input("> "))
+            except EOFError:
+                return None
+            except UnicodeDecodeError as error:
+                return inputs.decoded(error.object, inputs.STDIN)  # says what is wrong with it
+
+        return ask
+    lines = inputs.stdin_lines()
+
+    def read() -> str | None:
+        given = next(lines, None)
+        return None if given is None else inputs.line(given)
+
+    return read

@@ -133,6 +133,12 @@ class HostModel:
         """Number of decoder layers, dense ones included."""
         return int(self.text_config.num_hidden_layers)
 
+    @property
+    def positions(self) -> int | None:
+        """How many tokens the model was made for (`max_position_embeddings`), None if its config does not say."""
+        found = getattr(self.text_config, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
     def forward(self, ids: Sequence[int], state: Any = None, *, every: bool = False) -> tuple[torch.Tensor, Any]:
         """(logits, state) after feeding token ids to one sequence.
 
@@ -170,8 +176,6 @@ def load(
     require()
     check_runnable(container)
     check_experts(experts)
-    import torch
-
     from pagestone.reader.experts import Context, require_native
 
     quiet()

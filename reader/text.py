@@ -1,39 +1,184 @@
-"""A model's words: its tokenizer, its chat template, and what its configs say about text."""
+"""A model's words: its tokenizer, its chat template, and what its configs say about text.
+
+Everything here comes from files that others wrote: whatever is wrong with one is an error that names it.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.strict_json import brief, load_object, loads
 from pagestone.reader import host
+from pagestone.reader.files import RESTORE, MachineErrors
+from pagestone.reader.inputs import option
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
+SIDE_TABLES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+               "chat_template.json", "config.json")  # fmt: skip
+"""What transformers reads as JSON objects when it makes a tokenizer."""
+GENERATION = "generation_config.json"
+FEWEST = 0.5
+"""A tokenizer with a smaller share of the model's vocabulary than this is another model's, or incomplete."""
+GIVE = "give --tokenizer DIR, a directory that holds the model's tokenizer"
+
+Message = dict[str, str]
 
 
-def end_tokens(root: Path) -> frozenset[int]:
-    """The union of `eos_token_id` in generation_config.json, config.json and its text_config; ints or lists."""
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} if there is no such file. `DataError` (E1227) if it is anything else."""
+    if not path.is_file():
+        return {}
+    with MachineErrors(path, "reading"):
+        return load_object(path, code="E1227", remedy=RESTORE, twice=True, constants=True)
+
+
+def wrong_field(path: Path, name: str, expected: str, found: Any, remedy: str = RESTORE) -> DataError:
+    """What to raise (E1235) for a field of a config that is not as it must be."""
+    return DataError(f"{name}: {expected} expected, found {brief(found)}", code="E1235", file=path, remedy=remedy)
+
+
+def read_config(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json of a model, and the part that describes its language model (itself, or `text_config`)."""
+    table = read_table(root / "config.json")
+    part = table.get("text_config")
+    if part is not None and not isinstance(part, dict):
+        raise wrong_field(root / "config.json", "text_config", "an object", part)
+    return table, table if part is None else part
+
+
+def end_tokens(root: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
+    """Every id that ends an answer: `eos_token_id` of generation_config.json, config.json, its text_config and the
+    tokenizer; ints or lists. Raises `DataError` (E1227, E1235)."""
+    config, part = read_config(root)
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = root / name
-        if not path.is_file():
-            continue
-        try:
-            table = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise DataError(
-                f"a JSON object expected: {error}", code="E1227", file=path, remedy="restore the file"
-            ) from None
-        for place in (table, table.get("text_config") or {}):
-            ids = place.get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    for name, table in ((GENERATION, read_table(root / GENERATION)), ("config.json", config), ("config.json", part)):
+        ids = table.get("eos_token_id")
+        for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if not is_int(i):
+                raise wrong_field(root / name, "eos_token_id", "a token id or a list of them", ids)
+            found.add(i)
+    if tokenizer is not None and is_int(tokenizer.tokens.eos_token_id):
+        found.add(tokenizer.tokens.eos_token_id)
     return frozenset(found)
 
 
-def open_tokenizer(root: Path, given: Path | None = None) -> Any:
-    """The tokenizer among the container's side files, or the one in the directory `given`."""
+def is_int(value: Any) -> bool:
+    """Whether it is an integer, and not a bool that passes for one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# -- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """A tokenizer of transformers (`tokens`), its chat template, and the directory both came from.
+
+    `variables` are given to the template besides the messages.
+    """
+
+    def __init__(self, tokens: Any, place: Path, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokens, self.place = tokens, place
+        self._variables = template_variables(tokens, variables or {})
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the tokenizer puts around one. Never fails but on a broken tokenizer."""
+        return [int(i) for i in self._guarded(lambda: self.tokens(text)["input_ids"])]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, all at once."""
+        return str(self.tokens.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation by the chat template, ready for the assistant's answer.
+
+        Raises `RequestError`: E1231 without a template, E1234 if it fails, whatever the reason.
+        """
+        if not getattr(self.tokens, "chat_template", None):
+            raise RequestError(
+                "a chat template expected among the tokenizer's files, found none",
+                code="E1231",
+                file=self.place,
+                remedy="use `pagestone run --raw`, or give --tokenizer DIR with a chat_template.jinja",
+            )
+        try:
+            text = self.tokens.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **self._variables
+            )
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # a template is a program: it can raise anything
+            roles = ", ".join(m["role"] for m in messages[-4:])
+            raise RequestError(
+                f"the chat template fails on messages of {roles}: {first_line(error)}",
+                code="E1234",
+                file=self._template_file(),
+                remedy="leave out what it does not take (a system message?), use `pagestone run --raw`, or give "
+                "--tokenizer DIR with a template that works",
+            ) from None
+        return [
+            int(i)
+            for i in self._guarded(
+                lambda: self.tokens(option("a message", text), add_special_tokens=False)["input_ids"]
+            )
+        ]
+
+    def _template_file(self) -> Path:
+        named = (self.place / n for n in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
+        return next((path for path in named if path.is_file()), self.place)
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            raise _unusable(self.place, error) from None
+
+
+def template_variables(tokens: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables`, unless one has the name of something that is the template's already (E1236)."""
+    ours = {*inspect.signature(tokens.apply_chat_template).parameters, "messages"}
+    for name in variables:
+        if name in ours:
+            raise RequestError(
+                f"--template-var {name}: a variable of the template's own expected, this name is taken",
+                code="E1236",
+                remedy="see the chat template for the variables it reads",
+            )
+    return dict(variables)
+
+
+def parse_variables(given: Sequence[str]) -> dict[str, Any]:
+    """Template variables from KEY=VALUE: a value that is JSON is what it says, another is a string. E1236."""
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, sign, value = option("--template-var", pair).partition("=")
+        if not sign or not name.isidentifier() or name in found:
+            raise RequestError(
+                f"--template-var KEY=VALUE expected, each key once, found {pair[:60]!r}",
+                code="E1236",
+                remedy="for example --template-var enable_thinking=false",
+            )
+        try:
+            found[name] = loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def open_tokenizer(root: Path, given: Path | None = None, variables: Mapping[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer among the side files of the model in `root`, or the one in the directory `given`.
+
+    Raises `RequestError`: E1230 if there is none or it cannot be loaded, E1233 if it is not this model's;
+    `DataError` E1237 if the file that is damaged can be told.
+    """
     host.require()
     host.quiet()
     from transformers import AutoTokenizer
@@ -44,27 +189,125 @@ def open_tokenizer(root: Path, given: Path | None = None) -> Any:
             "a tokenizer among the files expected (tokenizer.json or its like), found none",
             code="E1230",
             file=place,
-            remedy="give --tokenizer DIR, a directory that holds the model's tokenizer",
+            remedy=GIVE,
         )
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+        tokens = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # see `Tokenizer._guarded`
+        raise _unusable(place, error) from None
+    made = Tokenizer(tokens, place, variables)
+    _check_belongs(made, root)
+    return made
+
+
+def _check_belongs(tokenizer: Tokenizer, root: Path) -> None:
+    """Refuse (E1233) an empty tokenizer, which transformers makes when files are missing, and another model's."""
+    size: Any = read_config(root)[1].get("vocab_size")
+    have = len(tokenizer.tokens)
+    if is_int(size) and have < FEWEST * size:
+        found = f"{size} tokens expected, the vocabulary in config.json, found {have}"
+    elif not tokenizer.decode(tokenizer.encode("word")).strip():
+        found = "a tokenizer that knows words expected, found one that makes nothing of text"
+    else:
+        return
+    lacks = "" if (tokenizer.place / "tokenizer.json").is_file() else "; there is no tokenizer.json"
+    raise RequestError(found + lacks, code="E1233", file=tokenizer.place, remedy=GIVE)
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, place: Path) -> None:
+    """Refuse (E1233) token ids that the model does not have, and none at all (E1243)."""
+    if not ids:
+        raise RequestError("a prompt of at least one token expected, found none", code="E1243", remedy="say something")
+    if max(ids) >= vocabulary:
         raise RequestError(
-            f"transformers cannot load this tokenizer: {str(error).splitlines()[0]}",
-            code="E1230",
+            f"token ids below {vocabulary} expected, found {max(ids)}: the tokenizer is not this model's",
+            code="E1233",
             file=place,
-            remedy="give --tokenizer DIR, a directory that holds the model's tokenizer",
-        ) from None
-
-
-def chat_ids(tokens: Any, messages: Sequence[dict[str, str]], root: Path) -> list[int]:
-    """Token ids of a conversation by the chat template, ready for the assistant's answer."""
-    if not getattr(tokens, "chat_template", None):
-        raise RequestError(
-            "a chat template expected among the tokenizer's files, found none",
-            code="E1231",
-            file=root,
-            remedy="use `pagestone run --raw`, or give --tokenizer DIR with a chat_template.jinja",
+            remedy=GIVE,
         )
-    found = tokens.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=True)
-    return [int(i) for i in found["input_ids"]]
+
+
+# -- what is wrong with a tokenizer -----------------------------------------------------------------------------------
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its name."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
+    """The error to raise for a tokenizer that failed: about the damaged file, if it can be told which."""
+    for name in SIDE_TABLES:
+        complaint = _complaint(place / name)
+        if complaint is not None:
+            return DataError(complaint, code="E1237", file=place / name, remedy=f"{RESTORE}, or {GIVE}")
+    return RequestError(
+        f"transformers cannot load this tokenizer: {first_line(error)}", code="E1230", file=place, remedy=GIVE
+    )
+
+
+def _complaint(path: Path) -> str | None:
+    """What is wrong with one of a tokenizer's files, as far as can be seen from it alone."""
+    if not path.is_file():
+        return None
+    try:
+        table = read_table(path)
+    except DataError as error:
+        return error.message
+    if path.name == "tokenizer.json":
+        return _tokenizer_complaint(path)
+    for name, value in table.items():
+        expected = _expected(name)
+        if expected is not None and not expected[1](value):
+            return f"{name}: {expected[0]} expected, found {brief(value)}"
+    return None
+
+
+def _tokenizer_complaint(path: Path) -> str | None:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        Backend.from_file(str(path)).encode("word")
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return f"a tokenizer expected: {first_line(error)}"
+    return None
+
+
+def _is_token(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+    )
+
+
+def _expected(name: str) -> tuple[str, Callable[[Any], bool]] | None:
+    """(in words, test) of a field of tokenizer_config.json, special_tokens_map.json, added_tokens.json, config.json."""
+    if name.endswith("_special_tokens"):
+        return "tokens", lambda v: v is None or all(map(_is_token, v.values() if isinstance(v, dict) else _list(v)))
+    if name.endswith("_token") and not name.startswith("add_"):
+        return "a token", _is_token
+    if name == "added_tokens_decoder":
+        return (
+            "tokens by id",
+            lambda v: (
+                isinstance(v, dict)
+                and all(k.isdecimal() and isinstance(t, dict) and _is_token(t) for k, t in v.items())
+            ),
+        )
+    if name in ("tokenizer_class", "model_type", "backend"):
+        return "a name", lambda v: v is None or isinstance(v, str)
+    if name == "model_max_length":
+        return "a number", lambda v: v is None or (isinstance(v, int | float) and not isinstance(v, bool))
+    if name == "chat_template":
+        return "a template, or a list of named ones", lambda v: (
+            v is None or isinstance(v, str)
+            or (isinstance(v, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in v))
+        )  # fmt: skip
+    return None
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [0]  # 0 is no token

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import RequestError
-from pagestone.formats.text import shown_lines
-from pagestone.reader import host
+from pagestone.reader import host, inputs
 from pagestone.reader.commands import open_model
+from pagestone.reader.decoding import spoken
 from pagestone.reader.host import HostModel
-from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
-from pagestone.validate.inputs import read_lines, read_text
+from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +113,7 @@ class Fidelity:
         rows = [heads, source, ours]
         widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return shown_lines([f"{self.directory} against {self.source}", *lines])
+        return "\n".join([f"{self.directory} against {self.source}", *lines])
 
 
 def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
@@ -137,16 +136,16 @@ def compare(request: Request, progress: Callable[[str], None] = lambda _: None) 
             result.text_result = over_text(source, opened.model, ids, request.window)
         if questions is not None:
             progress(f"{len(questions)} questions")
-            ends = end_tokens(request.directory)
-            result.questions = over_questions(source, opened.model, tokens, request.source, questions, ends)
+            ends = end_tokens(request.directory, tokens)
+            result.questions = over_questions(source, opened.model, tokens, questions, ends)
         return result
     finally:
         opened.model.close()
 
 
-def _text_ids(request: Request, tokens: Any) -> list[int]:
+def _text_ids(request: Request, tokens: Tokenizer) -> list[int]:
     assert request.text is not None
-    ids = [int(i) for i in tokens(read_text(request.text, "--text"))["input_ids"][: request.tokens]]
+    ids = tokens.encode(inputs.file(request.text))[: request.tokens]
     if len(ids) < 2:
         raise RequestError(
             f"a text of at least 2 tokens expected, found {len(ids)}", code="E1311", file=request.text,
@@ -193,7 +192,9 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
     found = []
-    for number, line in read_lines(path, "--questions"):
+    for number, line in enumerate(inputs.file(path).splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             table = json.loads(line)
             found.append((str(table["question"]), str(table["answer"])))
@@ -210,13 +211,13 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
 
 
 def over_questions(
-    source: HostModel, container: HostModel, tokens: Any, root: Path, questions: Sequence[tuple[str, str]],
+    source: HostModel, container: HostModel, tokens: Tokenizer, questions: Sequence[tuple[str, str]],
     ends: frozenset[int],
 ) -> QuestionResult:  # fmt: skip
     """Ask both every question by the chat template; an answer is right if it is the expected one to the letter."""
     result = QuestionResult()
     for question, expected in questions:
-        ids = chat_ids(tokens, [{"role": "user", "content": question}], root)
+        ids = tokens.chat([{"role": "user", "content": question}])
         one, two = (answer(model, tokens, ids, ends) for model in (source, container))
         result.asked += 1
         result.source_right += one == expected
@@ -227,8 +228,8 @@ def over_questions(
     return result
 
 
-def answer(model: HostModel, tokens: Any, ids: Sequence[int], ends: frozenset[int]) -> str:
-    """The greedy answer, at most `ANSWER` tokens, without surrounding spaces."""
+def answer(model: HostModel, tokens: Tokenizer, ids: Sequence[int], ends: frozenset[int]) -> str:
+    """The greedy answer, at most `ANSWER` tokens, without thoughts and surrounding spaces."""
     pending, state = list(ids), None
     said: list[int] = []
     while len(said) < ANSWER:
@@ -238,4 +239,4 @@ def answer(model: HostModel, tokens: Any, ids: Sequence[int], ends: frozenset[in
             break
         said.append(chosen)
         pending = [chosen]
-    return str(tokens.decode(said, skip_special_tokens=True)).strip()
+    return spoken(tokens, ids, said).text.strip()

@@ -25,8 +25,7 @@ from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
-from pagestone.formats.text import shown, shown_lines
-from pagestone.reader import host
+from pagestone.reader import host, inputs
 from pagestone.reader.budget import all_records, largest_record, size_text
 from pagestone.reader.container import Container, Layer, View, open_to_run
 from pagestone.reader.dense import DenseTensors
@@ -35,12 +34,12 @@ from pagestone.reader.store import ResidentStore, StoreOptions, open_store
 from pagestone.reader.text import open_tokenizer
 from pagestone.validate import audit as audits
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
-from pagestone.validate.inputs import read_lines
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
 from pagestone.validate.source import compare_with
 
 LENGTHS = (1, 7, 64)
 """Tokens of the prompts used when none are given."""
+DIGITS = 19
 SPREAD = 4
 """By default the budget is 1/SPREAD of all records: small enough that experts come and go."""
 
@@ -57,10 +56,10 @@ def default_prompts(container: Container, vocabulary: int) -> list[Prompt]:
 def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
     """A prompt a line: integers between spaces or commas, or a JSON list."""
     prompts = []
-    for number, line in _lines(path, "--ids"):
+    for number, line in enumerate(_lines(path), 1):
         words = line.replace("[", " ").replace("]", " ").replace(",", " ").split()
-        # the length first: a number of thousands of digits is no token, and int() refuses it in words of its own
-        if not words or not all(w.isdecimal() and len(w) < 19 and int(w) < vocabulary for w in words):
+        # an id has few digits; a number of thousands of them is not even to be read
+        if not words or not all(w.isdecimal() and len(w) <= DIGITS and int(w) < vocabulary for w in words):
             raise RequestError(
                 f"line {number}: token ids below {vocabulary} expected, found {line[:40]!r}",
                 code="E1305",
@@ -74,11 +73,12 @@ def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
 def read_prompts(path: Path, container: Container, tokenizer: Path | None) -> list[Prompt]:
     """A prompt of text a line, without a chat template."""
     tokens = open_tokenizer(container.path, tokenizer)
-    return [Prompt(line[:40], tuple(tokens(line)["input_ids"])) for _, line in _lines(path, "--prompts")]
+    return [Prompt(line[:40], tuple(tokens.encode(line))) for line in _lines(path)]
 
 
-def _lines(path: Path, option: str) -> list[tuple[int, str]]:
-    lines = read_lines(path, option)
+def _lines(path: Path) -> list[str]:
+    lines = [line.strip() for line in inputs.file(path).splitlines()]
+    lines = [line for line in lines if line]
     if not lines:
         raise RequestError("a prompt a line expected, found none", code="E1305", file=path, remedy="write some")
     return lines
@@ -253,7 +253,7 @@ def report(audit: Audit) -> str:
     """A few lines for people."""
     name = audit.container.path
     if audit.result == NOT_COMPARABLE:
-        return shown(f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable))
+        return f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable)
     assert audit.streamed is not None
     steps = sum(len(s) for s in audit.streamed.steps)
     total = audit.streamed.counters.total
@@ -276,4 +276,4 @@ def report(audit: Audit) -> str:
         f"{'read' if total.bytes_read else 'mapped'}, {total.hits} hits, {total.misses} misses, "
         f"{total.transient} transient{held}, {audit.streamed.open_leases} leases open"
     )
-    return shown_lines(lines)
+    return "\n".join(lines)

@@ -27,7 +27,7 @@ from pagestone.reader import host
 from pagestone.reader.container import open_container
 from pagestone.reader.dense import dense_tensor
 from pagestone.reader.store import StoreOptions, open_store
-from pagestone.reader.text import chat_ids, end_tokens, open_tokenizer
+from pagestone.reader.text import end_tokens, open_tokenizer
 
 torch: Any
 
@@ -91,7 +91,7 @@ def test_greedy_text_is_what_generate_gives(workshop: Workshop, plain: Any) -> N
     """transformers' own `generate` chooses the same tokens as feeding one at a time does here."""
     streamed = model(workshop.container("bf16"), budget=9 * 200_704)
     tokens = open_tokenizer(TINY)
-    ids = chat_ids(tokens, [{"role": "user", "content": "What is the capital of France?"}], TINY)
+    ids = tokens.chat([{"role": "user", "content": "What is the capital of France?"}])
     found = plain.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, eos_token_id=[1021, 1023])
     said, state, pending = [], None, ids
     while not said or (said[-1] not in end_tokens(TINY) and len(said) < 20):

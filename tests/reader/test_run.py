@@ -19,8 +19,9 @@ from kits.inference import TINY, Workshop, calm, command, model
 from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.reader.budget import all_records, default_budget, parse_size, row_sum_bytes, size_text
-from pagestone.reader.chat import Conversation, Sampler, Sampling, Turn, session
+from pagestone.reader.chat import Conversation, Turn, session
 from pagestone.reader.container import open_container
+from pagestone.reader.sampling import Sampler, Sampling
 from pagestone.reader.text import end_tokens, open_tokenizer
 
 torch: Any
@@ -53,7 +54,7 @@ def directory(workshop: Workshop) -> Path:
 def talk(directory: Path) -> Any:
     """A conversation with tiny-moe in int8."""
     loaded = model(directory, budget=20 * 102_400)
-    made = Conversation(loaded, open_tokenizer(directory), directory, Sampling(), end_tokens(directory))
+    made = Conversation(loaded, open_tokenizer(directory), Sampling(), end_tokens(directory))
     yield made
     loaded.close()
 
@@ -186,24 +187,8 @@ def test_text_comes_in_whole_characters(talk: Conversation) -> None:
     said: list[str] = []
     turn = talk.answer([{"role": "user", "content": FRANCE}], 50, said.append)
     assert "".join(said) == turn.text == PARIS and len(said) > 3
-    assert talk.tokens.decode(turn.ids, skip_special_tokens=True) == PARIS
+    assert talk.tokenizer.decode(turn.ids) == PARIS
     assert turn.tokens_per_second > 0 and turn.prefill.bytes_read > 0 and turn.decode.hits > 0
-
-
-def test_bytes_of_one_character_are_emitted_together() -> None:
-    """Tokens that are parts of a character wait for the rest; long texts are decoded piecewise without a seam."""
-    from pagestone.reader.chat import _Text
-
-    tokens = open_tokenizer(TINY)
-    text = "äöü – 漢字 and words, " * 12
-    ids = tokens(text)["input_ids"]
-    assert len(ids) > 100
-    said: list[str] = []
-    stream = _Text(tokens, said.append)
-    for token in ids:
-        stream.add(token)
-        assert "�" not in said[-1:] and all("�" not in s for s in said)
-    assert stream.finish() == "".join(said) == text
 
 
 def test_ends_are_the_union(tmp_path: Path) -> None:
@@ -222,8 +207,8 @@ def test_any_of_the_ends_stops(directory: Path) -> None:
     """Every id of the union ends the answer, here one that is an ordinary token of it."""
     loaded = model(directory, "mmap")
     tokens = open_tokenizer(directory)
-    ordinary = tokens(PARIS)["input_ids"][3]
-    turn = Conversation(loaded, tokens, directory, Sampling(), frozenset({ordinary, 1023})).answer(
+    ordinary = tokens.encode(PARIS)[3]
+    turn = Conversation(loaded, tokens, Sampling(), frozenset({ordinary, 1023})).answer(
         [{"role": "user", "content": FRANCE}], 50, lambda _: None
     )
     assert turn.stopped == "eos" and turn.ids[-1] == ordinary and len(turn.ids) == 4

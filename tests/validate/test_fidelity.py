@@ -14,6 +14,7 @@ from kits.inference import TINY, Workshop, calm, command
 from pagestone.formats import codecs
 from pagestone.formats.errors import RequestError
 from pagestone.reader import host
+from pagestone.reader.text import open_tokenizer
 from pagestone.validate import fidelity
 
 
@@ -146,18 +147,18 @@ class Answers:
 
 def test_how_answers_are_counted() -> None:
     """Right is right to the letter, for each side apart; equal answers agree, right or wrong."""
-    tokens = host.tokenizer(TINY)
-    end, size = 0, len(tokens)
+    tokens = open_tokenizer(TINY)
+    end, size = 0, len(tokens.tokens)
 
     def ids(text: str) -> list[int]:
-        return [int(i) for i in tokens(text, add_special_tokens=False)["input_ids"]]
+        return tokens.encode(text)
 
     expected = ["Paris", "four", "blue", "yes", "no"]
     source = ["Paris", "four", "blue", "nay", "maybe"]
     container = ["Paris", "five", "blue.", "nay", "no"]
     sides = [Answers([ids(text) for text in said], end, size) for said in (source, container)]
     questions = [(f"question {n}?", word) for n, word in enumerate(expected)]
-    found = fidelity.over_questions(*sides, tokens, TINY, questions, frozenset({end}))  # type: ignore[arg-type]
+    found = fidelity.over_questions(*sides, tokens, questions, frozenset({end}))  # type: ignore[arg-type]
     assert (found.asked, found.source_right, found.container_right, found.agree) == (5, 3, 2, 2)
     assert [(c["expected"], c["source"], c["container"]) for c in found.changed] == [
         ("four", "four", "five"), ("blue", "blue", "blue."), ("no", "maybe", "no")
