@@ -27,6 +27,7 @@ from typing import Protocol
 
 from pagestone.formats.errors import RequestError
 from pagestone.reader.container import Layer, View
+from pagestone.reader.files import private_buffer
 from pagestone.reader.leases import Counters, Lease, LeaseError, OpenLeases
 
 Key = tuple[int, int]
@@ -90,7 +91,7 @@ class _Buffers:
             return None
         self.held += nbytes
         self.peak = max(self.peak, self.held)
-        return mmap.mmap(-1, nbytes)
+        return private_buffer(nbytes)
 
     def give(self, buffer: mmap.mmap, nbytes: int) -> None:
         """Take a buffer back for reuse."""

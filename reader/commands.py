@@ -19,6 +19,7 @@ from pagestone.formats.manifest import EXPERTS, read_experts
 from pagestone.reader import inputs
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.container import Container, open_container, open_to_run
+from pagestone.reader.files import MachineErrors
 
 if TYPE_CHECKING:
     from pagestone.reader.host import HostModel
@@ -76,7 +77,8 @@ def describe(container: Container) -> dict[str, Any]:
 
 def _relative_errors(container: Container) -> dict[str, float]:
     """Relative RMS error of every layer file against its source, from the sums in experts.parquet."""
-    columns = read_experts(container.path / EXPERTS)
+    with MachineErrors(container.path / EXPERTS, "reading"):
+        columns = read_experts(container.path / EXPERTS)
     sums: dict[str, list[float]] = {}
     for file, error, norm in zip(columns["file"], columns["squared_error"], columns["squared_norm"], strict=True):
         total = sums.setdefault(file, [0.0, 0.0])
@@ -240,7 +242,7 @@ def open_model(
     if io == "direct":
         dense = sum(e.nbytes for _, e in dense_entries(container).values())
         room = parse_size(budget) if budget is not None else default_budget(container, dense + sums)
-    store, notes = open_store(container, StoreOptions(io, room, threads, row_sums=experts == host.NATIVE))
+    store, notes = open_store(container, StoreOptions(io, room, threads, row_sums=experts == host.NATIVE, note=note))
     try:
         model = host.load(container, store, experts=experts)
     except BaseException:

@@ -177,7 +177,8 @@ class Layer:
     @cached_property
     def _opened(self) -> tuple[LayerFile, LayerLayout]:
         path = self.path
-        file, layout = read_layer_file(path)
+        with MachineErrors(path, "reading"):
+            file, layout = read_layer_file(path)
         entry, manifest = self.entry, self._manifest
         stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
         found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
@@ -224,7 +225,9 @@ class Layer:
         if self.entry.sidecar is None:
             return None
         path = self._root / self.entry.sidecar
-        entries = read_sidecar(path, self.file)
+        file = self.file
+        with MachineErrors(path, "reading"):
+            entries = read_sidecar(path, file)
         return sidecar_views(self, _map(path), entries)
 
     # -- for engines -------------------------------------------------------------------------------------------------
@@ -326,11 +329,16 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     """Open the container directory at `path`.
 
     Reads the manifest and stats every file. Raises `RequestError` if there is no container or its codec is
-    unknown, `DataError` if the manifest is damaged or a file is missing or of another length.
+    unknown, `DataError` if the manifest is damaged or a file is missing or of another length, `MachineError` if the
+    system lets nobody look.
     """
     if sys.byteorder != "little":
         raise RequestError("a little-endian machine expected", code="E0330", remedy="containers are little-endian only")
-    root = Path(path)
+    with MachineErrors(Path(path), "opening"):
+        return _open(Path(path))
+
+
+def _open(root: Path) -> Container:
     if not (root / MANIFEST).is_file():
         unfinished = (root / ".pagestone-partial").is_dir()
         found = "an unfinished conversion" if unfinished else "none" if root.is_dir() else "no such directory"
@@ -342,7 +350,8 @@ def open_container(path: str | os.PathLike[str]) -> Container:
             if unfinished
             else "give the directory that a prepare command made",
         )
-    manifest = read_manifest(root / MANIFEST)
+    with MachineErrors(root / MANIFEST, "reading"):
+        manifest = read_manifest(root / MANIFEST)
     codecs.get(manifest.codec, manifest.parameters)
     for name, known in manifest.files.items():
         file = root / name

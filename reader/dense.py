@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from pagestone.formats.manifest import Manifest
 from pagestone.formats.quantised import FP8, Form, Quantised, scale_values
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container
-from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, map_file
+from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,9 @@ def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:
     """(file, table entry) of every dense tensor by name; only headers are read."""
     found: dict[str, tuple[str, TensorEntry]] = {}
     for file in dense_files(container):
-        for entry in read_header(container.path / file).entries:
+        with MachineErrors(container.path / file, "reading"):
+            header = read_header(container.path / file)
+        for entry in header.entries:
             if entry.name in found:
                 raise DataError(
                     f"this tensor is also in {found[entry.name][0]}",
@@ -101,7 +102,7 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
 def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -> tuple[bytes, str]:
     """Read a file from front to back, keeping the tensors wanted; its digest and the mode it was read in."""
     room = sum(align_up(e.nbytes, ALIGNMENT) for e in entries)
-    memory = np.frombuffer(mmap.mmap(-1, max(1, room)), np.uint8)
+    memory = np.frombuffer(private_buffer(max(1, room)), np.uint8)
     targets: list[tuple[TensorEntry, Array]] = []
     position = 0
     for entry in entries:
@@ -126,7 +127,7 @@ def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -
 
 
 def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(mmap.mmap(-1, CHUNK))
+    buffer = memoryview(private_buffer(CHUNK))
     offset = 0
     while got := file.read_into(buffer, offset):
         yield offset, buffer[:got]

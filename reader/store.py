@@ -15,7 +15,7 @@ them: E * (2 * intermediate + hidden) * 4 bytes a layer (`reader/budget.py`).
 from __future__ import annotations
 
 import mmap
-import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,7 +29,17 @@ from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import EXPERTS, read_experts
 from pagestone.reader.cache import ExpertCache
 from pagestone.reader.container import Container, Layer, View, sidecar_views
-from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, MachineErrors, map_file
+from pagestone.reader.files import (
+    READAHEAD,
+    RESTORE,
+    THROUGH_CACHE,
+    DirectFile,
+    MachineErrors,
+    advise,
+    forget,
+    map_file,
+    private_buffer,
+)
 from pagestone.reader.leases import Counters, Lease, OpenLeases, Step
 
 MODES = ("direct", "mmap", "resident")
@@ -70,7 +80,8 @@ class RecordDigests:
         path = container.path / EXPERTS
         self._path = path
         self._by_file: dict[str, dict[int, bytes]] = {}
-        columns = read_experts(path)
+        with MachineErrors(path, "reading"):
+            columns = read_experts(path)
         try:
             for file, expert, value in zip(columns["file"], columns["expert"], columns["record_xxh3_128"], strict=True):
                 known = self._by_file.setdefault(file, {}).setdefault(expert, bytes.fromhex(value))
@@ -134,8 +145,7 @@ def read_row_sums(container: Container, *, verify: bool = True) -> dict[int, Row
         with MachineErrors(path, "reading"), path.open("rb") as handle:
             entries = read_sidecar(path, layer.file)
             data = handle.read()
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            forget(handle.fileno(), 0, 0)
         known, have = container.manifest.files[name].xxh3, digest(data)
         if len(data) != container.manifest.files[name].nbytes or (verify and have != known):
             raise DataError(
@@ -155,15 +165,32 @@ class FileRecords:
     """A `RecordReader` over a container's layer files, open from the first read on. For many threads."""
 
     def __init__(
-        self, container: Container, digests: RecordDigests | None, *, direct: bool = True, row_sums: bool = True
+        self,
+        container: Container,
+        digests: RecordDigests | None,
+        *,
+        direct: bool = True,
+        row_sums: bool = True,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`note` is told, once, if a file system that took direct reads refuses them later."""
         self._digests = digests
+        self._note, self._told = note, threading.Lock()
         self._row_sums = read_row_sums(container, verify=digests is not None) if row_sums else {}
-        self._files = {number: DirectFile(layer.path, direct=direct) for number, layer in container.layers.items()}
-        for number, layer in container.layers.items():
-            if digests is not None:
-                digests.of(layer)
-            self._files[number].forget(layer.layout.data_start + READAHEAD)
+        self._files: dict[int, DirectFile] = {}
+        try:
+            for number, layer in container.layers.items():
+                self._files[number] = DirectFile(layer.path, direct=direct, note=self._tell)
+                if digests is not None:
+                    digests.of(layer)
+                self._files[number].forget(layer.layout.data_start + READAHEAD)
+        except BaseException:
+            self.close()
+            raise
+
+    def _tell(self, text: str) -> None:
+        if self._told.acquire(blocking=False):  # never given back: once is enough
+            self._note(text)
 
     @property
     def mode(self) -> str:
@@ -255,16 +282,14 @@ class MappedStore(_ViewStore):
         for number, layer in container.layers.items():
             _ = layer.layout  # its table is checked
             self._maps[number] = map_file(layer.path)
-            if hasattr(mmap, "MADV_RANDOM"):
-                self._maps[number].madvise(mmap.MADV_RANDOM)  # a record is asked for below, never its neighbours
+            advise(self._maps[number], "MADV_RANDOM")  # a record is asked for below, never its neighbours
 
     def step(self, layer: int, wanted: Iterable[int]) -> Step:
         """Begin a step; the kernel is told at once which records will be touched."""
         wanted, at = sorted(set(wanted)), self.layers[layer]
         mapped, counters = self._maps[layer], self.counters[layer]
         for expert in wanted:
-            if hasattr(mmap, "MADV_WILLNEED"):
-                mapped.madvise(mmap.MADV_WILLNEED, at.layout.record_offset(expert), at.stride)
+            advise(mapped, "MADV_WILLNEED", at.layout.record_offset(expert), at.stride)
             counters.misses += 1
             counters.bytes_mapped += at.stride
         return self._begin(layer, wanted, lambda expert: (mapped, at.layout.record_offset(expert)))
@@ -294,7 +319,7 @@ class ResidentStore(_ViewStore):
         self._records: dict[tuple[int, int], mmap.mmap] = {}
         for number, layer in layers.items():
             for expert in range(len(layer)):
-                buffer = self._records[number, expert] = mmap.mmap(-1, layer.stride)
+                buffer = self._records[number, expert] = private_buffer(layer.stride)
                 fill(layer, expert, memoryview(buffer))
 
     def step(self, layer: int, wanted: Iterable[int]) -> Step:
@@ -314,7 +339,8 @@ class ResidentStore(_ViewStore):
 class StoreOptions:
     """How experts are to be read. `budget` is bytes, for `direct` only; `verify` checks digests when reading.
 
-    `row_sums`: whether sidecars are wanted too; only native products use them.
+    `row_sums`: whether sidecars are wanted too; only native products use them. `note` is told what turns out later (a
+    file system that refuses direct reads in the middle).
     """
 
     io: str = "direct"
@@ -322,6 +348,7 @@ class StoreOptions:
     threads: int = 2
     verify: bool = True
     row_sums: bool = True
+    note: Callable[[str], None] = lambda _: None
 
 
 def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore, list[str]]:
@@ -333,10 +360,8 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
     if options.io == "mmap":
         return MappedStore(container, row_sums=options.row_sums), []
     digests = RecordDigests(container) if options.verify else None
-    records = FileRecords(container, digests, row_sums=options.row_sums)
-    notes = []
-    if records.mode != "direct":
-        notes.append("the file system refuses O_DIRECT: reading through the page cache (mode buffered)")
+    records = FileRecords(container, digests, row_sums=options.row_sums, note=options.note)
+    notes = [] if records.mode == "direct" else [THROUGH_CACHE]
     try:
         if options.io == "resident":
             sums = {n: views for n, x in container.layers.items() if (views := records.row_sums(x)) is not None}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import mmap
 import os
 import resource
@@ -13,15 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.inference import Workshop, flip
+from kits.inference import Workshop, command, flip
 
 from pagestone.formats import codecs
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import EXPERTS, read_experts, write_experts
 from pagestone.reader import files
-from pagestone.reader.container import Container, open_container
+from pagestone.reader.container import Container, open_container, open_to_run
 from pagestone.reader.dense import dense_entries, load_dense
-from pagestone.reader.files import DirectFile
+from pagestone.reader.files import DirectFile, private_buffer
 from pagestone.reader.leases import Counters, LeaseError
 from pagestone.reader.store import StoreOptions, open_store
 
@@ -109,12 +111,12 @@ def test_counters(workshop: Workshop) -> None:
     """Direct counts what it reads, mmap what it maps, resident only hits."""
     container = open_container(workshop.container("int8"))
     stride = container.layers[0].stride
-    for io, wanted in (
+    for way, wanted in (
         ("direct", Counters(misses=2, bytes_read=2 * stride)),
         ("mmap", Counters(misses=2, bytes_mapped=2 * stride)),
         ("resident", Counters(hits=2)),
     ):
-        store, _ = open_store(container, options(container, io, 4))
+        store, _ = open_store(container, options(container, way, 4))
         with store.step(2, [4, 9]) as step, step.lease(4):
             pass
         found = store.counters[2]
@@ -274,9 +276,10 @@ def test_end_of_a_file_within_a_page(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("refusing", ["open", "preadv"])
 def test_a_file_system_without_direct_reads_is_said(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refusing: str
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refusing: str, number: int
 ) -> None:
     """Refused at opening or at the first read: the bytes come through the page cache, and the mode says so."""
     real_open, real_read = os.open, os.preadv
@@ -284,7 +287,7 @@ def test_a_file_system_without_direct_reads_is_said(
 
     def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         if flags & os.O_DIRECT and refusing == "open":
-            raise OSError(errno.EINVAL, "no")
+            raise OSError(number, "no")
         handle = real_open(path, flags, *rest, **named)
         direct.discard(handle)
         if flags & os.O_DIRECT:
@@ -294,7 +297,7 @@ def test_a_file_system_without_direct_reads_is_said(
     def preadv(handle: int, *rest: Any) -> int:
         if handle in direct:
             direct.discard(handle)
-            raise OSError(errno.EINVAL, "no")
+            raise OSError(number, "no")
         return real_read(handle, *rest)
 
     monkeypatch.setattr(files.os, "open", open_)
@@ -307,6 +310,220 @@ def test_a_file_system_without_direct_reads_is_said(
     assert "O_DIRECT" in notes[0]
     store.close()
     assert load_dense(container, list(dense_entries(container)), "direct").mode == "buffered"
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_direct_reads_that_are_refused_in_the_middle(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, number: int, threads: int
+) -> None:
+    """The same bytes through the page cache from there on; the mode changes and it is said, once for all files."""
+    container = open_container(workshop.container("int8"))
+    told: list[str] = []
+    store, notes = open_store(container, options(container, "direct", 5, threads=threads, note=told.append))
+    if store.mode != "direct":
+        pytest.skip("this file system refuses O_DIRECT")
+    real = os.preadv
+
+    def preadv(handle: int, *rest: Any) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(number, "no")
+        return real(handle, *rest)
+
+    monkeypatch.setattr(files.os, "preadv", preadv)
+    for layer in (0, 1):
+        with store.step(layer, range(16)) as step:
+            for expert in range(16):
+                with step.lease(expert) as lease:
+                    assert np.array_equal(lease.expert.record, container.layers[layer].expert(expert).record)
+    assert store.mode == "buffered" and notes == []
+    assert len(told) == 1 and "layers-00.safetensors" in told[0] and "O_DIRECT" in told[0]
+    store.close()
+    dense = load_dense(container, list(dense_entries(container)), "direct")
+    assert dense.mode == "buffered" and dense.arrays["lm_head.weight"].any()
+
+
+def test_a_read_that_stops_within_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems give less than asked for in the middle of a file: that is not its end, in no mode."""
+    path = tmp_path / "file"
+    data = os.urandom(5 * 4096 + 77)
+    path.write_bytes(data)
+    real = os.preadv
+    monkeypatch.setattr(files.os, "preadv", lambda h, b, at: real(h, [memoryview(b[0])[:5000]], at))
+    buffer = memoryview(mmap.mmap(-1, 8 * 4096))
+    for direct in (True, False):
+        file = DirectFile(path, direct=direct)
+        buffer[:] = bytes(len(buffer))
+        assert file.read_into(buffer, 0) == len(data) and bytes(buffer[: len(data)]) == data
+        file.close()
+
+
+def test_advice_is_only_advice(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that takes no advice about its page cache is read from all the same."""
+
+    class Stubborn(mmap.mmap):
+        def madvise(self, *_: Any) -> None:
+            raise OSError(errno.EINVAL, "no")
+
+    def no(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "no")
+
+    monkeypatch.setattr(files.os, "posix_fadvise", no)
+    monkeypatch.setattr(files.mmap, "mmap", Stubborn)
+    container = open_container(workshop.container("int8"))
+    for way in ("direct", "mmap"):
+        assert len(list(everything(container, io=way, records=3))) == 64
+    assert load_dense(container, ["lm_head.weight"], "direct").arrays["lm_head.weight"].any()
+
+
+# -- errors of the system ---------------------------------------------------------------------------------------------
+
+
+def stores(root: Path) -> None:
+    """Open every store and use one expert of each layer."""
+    for way in ("direct", "mmap"):
+        for _ in everything(open_container(root), io=way, records=2):
+            pass
+
+
+DENSE = "dense-00001-of-00001.safetensors"
+
+READS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "manifest": ("manifest.json", open_container),
+    "side file": ("config.json", open_to_run),
+    "table of a layer": ("layers-01.safetensors", lambda root: open_container(root).layers[1].expert(0)),
+    "sidecar": ("layers-01.rowsum.safetensors", lambda root: open_container(root).layers[1].row_sums),
+    "sidecar of a store": ("layers-01.rowsum.safetensors", stores),
+    "layer of a store": ("layers-02.safetensors", stores),
+    "table of dense tensors": (DENSE, lambda root: dense_entries(open_container(root))),
+}
+
+
+@pytest.mark.parametrize("how", ["open", "read"])
+@pytest.mark.parametrize("what", READS)
+def test_every_read_names_its_file(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, what: str, how: str) -> None:
+    """EACCES when it is opened, EIO when it is read (which knows no name): E1203, exit code 3, the file, a remedy."""
+    name, use = READS[what]
+    number = errno.EACCES if how == "open" else errno.EIO
+    real = io.open
+
+    class Sick(io.FileIO):
+        def readinto(self, *_: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+        readall = read = readinto  # type: ignore[assignment]
+
+    def opening(file: Any, *rest: Any, **named: Any) -> Any:
+        if Path(str(file)).name != name:
+            return real(file, *rest, **named)
+        if how == "open":
+            raise OSError(number, os.strerror(number), str(file))
+        return io.BufferedReader(Sick(file))
+
+    root = workshop.container("int8")
+    monkeypatch.setattr(io, "open", opening)
+    with pytest.raises(MachineError, match="E1203") as error:
+        use(root)
+    assert error.value.exit_code == 3 and error.value.file == str(root / name)
+    assert os.strerror(number) in str(error.value)
+    wanted = "let this user read the file" if how == "open" else "check the disk"
+    assert error.value.remedy is not None and wanted in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EACCES, "let this user"), (errno.EMFILE, "open files"), (errno.EIO, "the disk"), (errno.ENOENT, "restore")],
+)
+def test_opening_a_file_for_direct_reads(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    """The same for files of experts and of dense tensors, which are opened another way; nothing stays open."""
+    container = open_container(workshop.container("int8"))
+    real = os.open
+    opened: list[int] = []
+
+    def opening(path: Any, *rest: Any) -> int:
+        if Path(path).name in ("layers-02.safetensors", DENSE):
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        opened.append(real(path, *rest))
+        return opened[-1]
+
+    for layer in container.layers.values():
+        assert layer.layout.stride
+    entries = list(dense_entries(container))
+    monkeypatch.setattr(files.os, "open", opening)
+    for name, use in (
+        ("layers-02.safetensors", lambda: open_store(container, options(container, "direct", 3))),
+        (DENSE, lambda: load_dense(container, entries, "direct")),
+    ):
+        with pytest.raises(MachineError, match="E1203") as error:
+            use()
+        assert error.value.file == str(container.path / name) and remedy in str(error.value.remedy)
+    assert len(opened) >= 2
+    for handle in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
+
+
+def test_a_file_system_without_maps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENODEV: the file, and that runs need no map."""
+    container = open_container(workshop.container("int8"))
+    real = mmap.mmap
+
+    def refuse(handle: int, *rest: Any, **named: Any) -> Any:
+        if handle >= 0:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return real(handle, *rest, **named)
+
+    monkeypatch.setattr(files.mmap, "mmap", refuse)
+    for use in (
+        lambda: container.layers[1].expert(0),
+        lambda: open_store(container, StoreOptions("mmap", row_sums=False)),
+        lambda: load_dense(container, ["lm_head.weight"], "mmap"),
+    ):
+        with pytest.raises(MachineError, match=r"safetensors: mapping failed: .*E1203.*\n.*--io direct"):
+            use()
+    assert len(list(everything(container, io="direct", records=2))) == 64
+
+
+def test_no_memory_for_a_buffer(workshop: Workshop) -> None:
+    """A budget the system cannot give is the machine's error with a remedy, not a traceback."""
+    with pytest.raises(MachineError, match=r"out of memory: .*E0902.*\n.*--budget"):
+        private_buffer(1 << 62)
+
+
+def test_a_directory_nobody_may_enter(workshop: Workshop, tmp_path: Path) -> None:
+    """Not "no container here": the system said that this user may not look."""
+    if os.geteuid():
+        pytest.skip("needs to give up a right, and has none")
+    root = workshop.copy("int8", tmp_path / "container")
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(MachineError, match=r"container.*Permission denied.*E1203") as error:
+            open_container(root)
+    finally:
+        os.seteuid(0)
+    assert error.value.exit_code == 3 and "let this user" in str(error.value.remedy)
+
+
+@pytest.mark.parametrize("words", [["run", "--prompt", "x"]])
+def test_the_command_line_says_the_same(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Exit code 3 and one message that names the file."""
+
+    def opening(file: Any, *rest: Any, **named: Any) -> Any:
+        if str(file).endswith(("experts.parquet", "config.json")):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, *rest, **named)
+
+    real = io.open
+    monkeypatch.setattr(io, "open", opening)
+    assert command(words[0], damaged, *words[1:]) == 3
+    said = capsys.readouterr()
+    name = "experts.parquet" if words == ["inspect"] else "config.json"
+    assert said.out == "" and said.err.startswith(f"error: {damaged / name}: reading failed: ") and "E1203" in said.err
 
 
 def test_an_io_error_is_the_machines(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,11 +600,11 @@ def test_row_sums_are_compared_with_their_digest(damaged: Path) -> None:
     assert name is not None
     path = damaged / name
     flip(path, path.stat().st_size - 7)
-    for io in ("direct", "resident"):
+    for way in ("direct", "resident"):
         with pytest.raises(DataError, match=rf"{name}: xxh3 of the row sums .*E1206"):
-            open_store(container, options(container, io, None))
+            open_store(container, options(container, way, None))
         for how in ({"verify": False}, {"row_sums": False}):
-            store, _ = open_store(container, options(container, io, None, **how))
+            store, _ = open_store(container, options(container, way, None, **how))
             store.close()
     store, _ = open_store(container, options(container, "mmap", None))
     store.close()
