@@ -7,11 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagestone.formats.layout import PART_NAMES
+from pagestone.formats.layout import PART_NAMES, PARTS
 from pagestone.formats.strict_json import MAX_LAYERS, whole, wholes
 
 DECODERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
 """Where decoder layers stand: plain, and the two nestings multimodal checkpoints use."""
+
+ATTENTION_LINEARS = tuple(f"self_attn.{p}_proj" for p in "qkvo")
+LATENT_LINEARS = tuple(
+    f"self_attn.{p}" for p in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+)
+MLP_LINEARS = tuple(f"mlp.{p}_proj" for p in PARTS)
+SHARED_LINEARS = tuple(f"mlp.shared_expert.{p}_proj" for p in PARTS)
+SHARED_LINEARS_OF_MANY = tuple(f"mlp.shared_experts.{p}_proj" for p in PARTS)
 
 Config = dict[str, Any]
 
@@ -63,6 +71,9 @@ class Family:
     mtp_as_extra_layer: bool = False
     """The MTP block stands as `model.layers.<num_hidden_layers>`."""
     dense_layers: Callable[[Config], frozenset[int]] = no_dense_layers
+    linears: tuple[str, ...] = ATTENTION_LINEARS
+    """Tails (below a layer) of the dense modules that a loader of block FP8 reads as codes: the plain linear layers.
+    Everything else (routers, embeddings, the head, vision) it takes as numbers, so codes may not stay there."""
 
     def experts_of(self, config: Config) -> int | None:
         """Experts per layer as the config states them, or None; `DataError` if it states something else there."""
@@ -76,6 +87,12 @@ class Family:
         tails = () if self.fused is None else (self.fused.gate_up, self.fused.down)
         others = {t.removesuffix(".weight").rsplit(".", 1)[-1] for t in tails if own not in t.split(".")}
         return frozenset({own} | others)
+
+    def reads_codes(self, module: str) -> bool:
+        """Whether the module called `module` is one of `linears`, in a decoder layer or a block of `mtp`."""
+        roots = "|".join(map(re.escape, (*self.decoders, *self.mtp)))
+        match = re.fullmatch(rf"(?:{roots})\.[0-9]+\.(.+)", module)
+        return match is not None and match[1] in self.linears
 
     def known_name(self, name: str) -> bool:
         """Whether the whole name matches one of the patterns of `known`."""

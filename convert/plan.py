@@ -15,11 +15,11 @@ from typing import Any
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor
-from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseTensor, sort_dense
+from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseTensor
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
 from pagestone.convert.foreign import refuse_foreign
-from pagestone.convert.scales import contradicted
+from pagestone.convert.scales import block_size, contradicted
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
 from pagestone.formats.codecs import Codec, ConfigFacts
@@ -169,7 +169,8 @@ def make_plan(
     targets = tuple(_layer_target(checkpoint, codec, source, width, header_limit) for source in kept)
 
     routed = {t.name for s in found for t in s.tensors} | experts.activation_scales
-    dense, fates = sort_dense(checkpoint, [n for n in checkpoint.tensors if n not in routed], codec)
+    rules_of_dense = DenseRules(checkpoint.path, checkpoint.tensors, block_size(checkpoint.config), family, codec)
+    dense, fates = rules_of_dense.sort([n for n in checkpoint.tensors if n not in routed])
     shards = _dense_targets(checkpoint, dense, header_limit)
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
@@ -278,7 +279,7 @@ def _treatment(codec: Codec, matrix: MatrixSource) -> tuple[bool, str]:
 
 
 def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) -> dict[str, tuple[str, str, str | None]]:
-    """(fate, rule, target) of every other tensor by name, from what `sort_dense` decided."""
+    """(fate, rule, target) of every other tensor by name, from what `DenseRules` decided."""
     rules: dict[str, tuple[str, str, str | None]] = {}
     for name, fate in fates.items():
         if fate == ACTIVATION:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pagestone.convert.checkpoint import SourceTensor
-from pagestone.formats.quantised import FP8, INT8, KINDS
+from pagestone.formats.quantised import FP8, INT8
 
 SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 """Names of a scale beside `weight`, in the order in which they are looked for."""
@@ -83,8 +83,3 @@ def scale_of(name: str, tensors: Mapping[str, SourceTensor]) -> SourceTensor | N
     """The scale tensor of a dense weight, or None."""
     stem = name.removesuffix("weight")
     return next((tensors[stem + s] for s in SUFFIXES if name.endswith("weight") and stem + s in tensors), None)
-
-
-def is_quantised(tensor: SourceTensor) -> bool:
-    """Whether a dense tensor holds codes that need a scale."""
-    return tensor.dtype in KINDS and tensor.name.endswith("weight") and len(tensor.shape) == 2

@@ -103,8 +103,17 @@ class Quantised:
         return values
 
     @plainly
+    def check_values(self) -> None:
+        """Raises `NonFiniteError` as `values` does, without making them where none can be Inf."""
+        self.check()
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = self.scales.max(initial=0) * np.float32(448 if self.form.kind == FP8 else 255)
+        if not np.isfinite(largest):
+            self.values()
+
+    @plainly
     def check(self) -> None:
-        """Raises `NonFiniteError` as `values` says."""
+        """Raises `NonFiniteError` as `values` says, but for products."""
         if self.form.kind == FP8:
             bad = (self.codes & 0x7F) == 0x7F
             if bad.any():

@@ -9,6 +9,7 @@ from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, read_manifest
 from pagestone.validate import checks
+from pagestone.validate.dense import check_dense_tensors
 from pagestone.validate.findings import Finding, Report, of_error
 from pagestone.validate.source import Comparison, compare_with
 
@@ -59,6 +60,7 @@ def verify(
         layer_files = {e.file for e in manifest.layers}
         sidecars = {sidecar_name(name) for name in layer_files}
         dense = [n for n in manifest.files if n.endswith(".safetensors") and n not in layer_files | sidecars]
+        report.add(check_dense_tensors(root, manifest, codec, dense))
         if not damaged:
             try:
                 report.add(checks.check_dense(root, dense))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pagestone.convert.family import (
     ATTENTION,
+    ATTENTION_LINEARS,
     BIASED_ROUTER,
     DENSE_MLP,
     EXTRA_LAYER,
+    MLP_LINEARS,
     NORMS,
     OUTER,
     SHARED_EXPERTS,
+    SHARED_LINEARS_OF_MANY,
     Family,
     Fused,
     first_k_dense_layers,
@@ -23,5 +26,6 @@ FAMILY = Family(
     count_fields=("n_routed_experts", "num_local_experts", "num_experts"),
     dense_layers=first_k_dense_layers,
     mtp_as_extra_layer=True,
+    linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS_OF_MANY,
     known=(*OUTER, *in_layers(NORMS, ATTENTION, DENSE_MLP, SHARED_EXPERTS, BIASED_ROUTER, EXTRA_LAYER)),
 )

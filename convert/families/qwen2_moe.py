@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pagestone.convert.family import (
     ATTENTION,
+    ATTENTION_LINEARS,
     DENSE_MLP,
+    MLP_LINEARS,
     NORMS,
     OUTER,
     SHARED_EXPERT,
+    SHARED_LINEARS,
     Family,
     Fused,
     in_layers,
@@ -19,5 +22,6 @@ FAMILY = Family(
     model_types=("qwen2_moe",),
     fused=Fused(),
     dense_layers=sparse_step_dense_layers,
+    linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS,
     known=(*OUTER, *in_layers(NORMS, ATTENTION, SHARED_EXPERT, DENSE_MLP)),
 )

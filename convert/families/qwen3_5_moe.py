@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from pagestone.convert.family import (
     ATTENTION,
+    ATTENTION_LINEARS,
     DENSE_MLP,
+    MLP_LINEARS,
     NORMS,
     OUTER,
     SHARED_EXPERT,
+    SHARED_LINEARS,
     Family,
     Fused,
     in_layers,
@@ -16,12 +19,14 @@ from pagestone.convert.family import (
 )
 
 LINEAR = r"linear_attn\.(A_log|dt_bias|(in_proj_(qkv|z|a|b)|conv1d|norm|out_proj)\.weight)"
+LINEAR_LINEARS = tuple(f"linear_attn.{p}" for p in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"))
 
 FAMILY = Family(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
     fused=Fused(),
     dense_layers=sparse_step_dense_layers,
+    linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS + LINEAR_LINEARS,
     known=(
         *OUTER,
         *in_layers(NORMS, ATTENTION, LINEAR, SHARED_EXPERT, DENSE_MLP),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pagestone.convert.family import (
     ATTENTION,
+    ATTENTION_LINEARS,
     DENSE_MLP,
+    MLP_LINEARS,
     NORMS,
     OUTER,
     Family,
@@ -18,5 +20,6 @@ FAMILY = Family(
     model_types=("qwen3_moe",),
     fused=Fused(),
     dense_layers=sparse_step_dense_layers,
+    linears=ATTENTION_LINEARS + MLP_LINEARS,
     known=(*OUTER, *in_layers(NORMS, ATTENTION, r"mlp\.gate\.weight", DENSE_MLP)),
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pagestone.convert.family import (
     ATTENTION,
+    ATTENTION_LINEARS,
     DENSE_MLP,
+    MLP_LINEARS,
     NORMS,
     OUTER,
     Family,
@@ -20,6 +22,7 @@ FAMILY = Family(
     loads_parts=False,
     fused=Fused(transposed=True, either_way=True),
     dense_layers=sparse_step_dense_layers,
+    linears=ATTENTION_LINEARS + MLP_LINEARS,
     known=(
         *OUTER,
         *in_layers(NORMS, ATTENTION, r"mlp\.gate\.weight", DENSE_MLP),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 PARTS = ("gate", "up", "down")
-ITEM = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8}
+ITEM = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8, "F64": 8, "I16": 2}
 Raw = tuple[str, tuple[int, ...], bytes]
 """A stored tensor: safetensors type, shape, bytes."""
 

@@ -45,6 +45,7 @@ def rows(f: Family) -> dict[str, str]:
         "dense layers": DENSE[f.dense_layers],
         "multi-token prediction": "layers from `num_hidden_layers` on" if f.mtp_as_extra_layer else ticked(f.mtp),
         "path parts of the expert block": ticked(sorted(f.markers)),
+        "dense modules that keep FP8 codes": ticked(f.linears),
     }
     if fused is not None:
         turned, plain = "[E, H, 2I] and [E, I, H]", "[E, 2I, H] and [E, H, I]"
