@@ -20,6 +20,7 @@ from pagestone.convert.prepare import plan_for, prepare
 from pagestone.convert.publish import publication_pending
 from pagestone.formats import codecs
 from pagestone.formats.errors import Interrupted, RequestError
+from pagestone.formats.text import clipped, shown
 
 
 def default_workers() -> int:
@@ -37,7 +38,9 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
         if span[0] < span[1]:
             return span
     raise RequestError(
-        f"--layers expected as A:B with A < B, found {text!r}", code="E0001", remedy="for example --layers 0:2"
+        f"--layers expected as A:B with A < B, found {clipped(text, 40)!r}",
+        code="E0001",
+        remedy="for example --layers 0:2",
     )
 
 
@@ -106,7 +109,7 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
                 raise Interrupted("interrupted; finished layers are kept", code="E0002", file=output,
                                   remedy="run the same command to continue") from None  # fmt: skip
         for warning in outcome.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(f"warning: {shown(warning)}", file=sys.stderr)
         seconds = time.monotonic() - begun
         if as_json:
             print(json.dumps(report.outcome_table(outcome, output, seconds), indent=1))

@@ -10,6 +10,7 @@ from typing import Any
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.prepare import Outcome, disk_space
 from pagestone.convert.sources import LayerSource
+from pagestone.formats.text import shown_lines
 
 FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
 
@@ -93,7 +94,7 @@ def plan_text(plan: Plan, output: Path) -> str:
         f"disk space free: {size(free)}{'' if free > plan.bytes_out else ' - NOT ENOUGH'}",
     ]
     lines += [f"warning: {w}" for w in plan.warnings]
-    return "\n".join(lines)
+    return shown_lines(lines)
 
 
 def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, Any]:
@@ -129,4 +130,4 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
             else []
         ),
     ]
-    return "\n".join(lines)
+    return shown_lines(lines)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pagestone.formats.dtypes import item_size
 from pagestone.formats.errors import RequestError
+from pagestone.formats.text import clipped
 from pagestone.reader.container import Container
 
 UNITS = {"": 1, "b": 1} | {
@@ -22,6 +23,8 @@ UNITS = {"": 1, "b": 1} | {
     for tail, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 """Bytes of every unit: `2GiB` and `2G` are binary, `2GB` is decimal."""
+MOST_BYTES = 1 << 62
+"""No budget is as large: more is no size of a memory, and no file offset."""
 SHARE = 2
 """By default experts get 1/SHARE of the memory that is free once the dense tensors are in."""
 
@@ -29,11 +32,11 @@ SHARE = 2
 def parse_size(text: str) -> int:
     """Bytes of `2GiB`, `512M`, `1.5 GB` or `1048576`; raises `RequestError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in UNITS or not float(match[1]):
-        raise RequestError(
-            f"a size such as 2GiB, 512MB or 1048576 expected, found {text!r}", code="E1241", remedy="give --budget so"
-        )
-    return int(float(match[1]) * UNITS[match[2]])
+    nbytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0  # infinite for hundreds of digits
+    if not 1 <= nbytes < MOST_BYTES:
+        raise RequestError(f"a size such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
+                           code="E1241", remedy="give --budget so")  # fmt: skip
+    return int(nbytes)
 
 
 def size_text(nbytes: int | float) -> str:

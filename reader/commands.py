@@ -16,6 +16,7 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import inputs
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.container import Container, open_container, open_to_run
@@ -107,7 +108,7 @@ def _text(table: dict[str, Any]) -> str:
     lines += ["", "  a record:"]
     for s in table["layers"][0]["record"]:
         lines.append(f"  {s['offset']:>12,}  {s['name']:<28}{s['dtype']:<9}{s['shape']}")
-    return "\n".join(lines)
+    return shown_lines(lines)
 
 
 def _inspect(
@@ -121,6 +122,8 @@ def _inspect(
 # -- running ----------------------------------------------------------------------------------------------------------
 
 Directory = Annotated[Path, typer.Argument(help="Directory of the container.")]
+MOST = 10**9
+"""The most that an option which counts something takes: beyond is a slip, and numbers that no C integer holds."""
 Default = "Default: what generation_config.json recommends, "
 
 
@@ -263,7 +266,7 @@ def open_model(
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 class _Screen:
@@ -295,7 +298,7 @@ def _run(
     prompt: Annotated[str, typer.Option(help="What the user says; - reads it from stdin.")],
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, no chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="End the answer after this many tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="End the answer after this many tokens.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
     *,
     running: Running,
@@ -342,7 +345,7 @@ def _run(
 def _chat(
     directory: Directory,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="End an answer after this many tokens.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="End an answer after this many tokens.")] = 1024,
     *,
     running: Running,
 ) -> None:
