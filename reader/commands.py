@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -77,22 +78,39 @@ def describe(container: Container) -> dict[str, Any]:
 
 
 def _relative_errors(container: Container) -> dict[str, float]:
-    """Relative RMS error of every layer file against its source, from the sums in experts.parquet."""
+    """Relative RMS error of every layer file against its source, from the sums in experts.parquet.
+
+    Sums that cannot be such (negative, not finite) give none.
+    """
     with MachineErrors(container.path / EXPERTS, "reading"):
-        columns = read_experts(container.path / EXPERTS)
+        columns = read_experts(container.path / EXPERTS, container.manifest.matrices)
     sums: dict[str, list[float]] = {}
     for file, error, norm in zip(columns["file"], columns["squared_error"], columns["squared_norm"], strict=True):
         total = sums.setdefault(file, [0.0, 0.0])
         total[0] += error
         total[1] += norm
-    return {file: (error / norm) ** 0.5 if norm else 0.0 for file, (error, norm) in sums.items()}
+    return {
+        file: math.sqrt(error / norm) if norm else 0.0
+        for file, (error, norm) in sums.items()
+        if math.isfinite(error) and math.isfinite(norm) and error >= 0 and (norm > 0 or error == norm == 0)
+    }
+
+
+def _origin(source: dict[str, Any]) -> str:
+    """Where the weights came from, as far as a manifest says it: no reader needs these facts."""
+    family, dtypes = source.get("family"), source.get("expert_dtypes")
+    known = isinstance(dtypes, list) and dtypes and all(isinstance(d, str) for d in dtypes)
+    return (
+        f"family {family if isinstance(family, str) else 'not known'}, "
+        f"experts from {', '.join(dtypes) if known and dtypes else 'what is not known'}"
+    )
 
 
 def _text(table: dict[str, Any]) -> str:
     lines = [
         f"{table['directory']}: {table['codec']} {table['parameters'] or ''}".rstrip(),
         f"  container id {table['container_id']}",
-        f"  family {table['source']['family']}, experts from {', '.join(table['source']['expert_dtypes'])}"
+        f"  {_origin(table['source'])}"
         f"{', lossless' if table['lossless'] else ''}"
         + (f", partial: layers {table['partial'][0]} to {table['partial'][1] - 1}" if table["partial"] else ""),
         f"  {table['bytes']:,} bytes in {len(table['files']) + 1} files",
