@@ -18,7 +18,7 @@ from pagestone.convert import report
 from pagestone.convert.plan import Plan
 from pagestone.convert.prepare import plan_for, prepare
 from pagestone.convert.publish import publication_pending
-from pagestone.formats import codecs
+from pagestone.formats import codecs, native
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown
 
@@ -82,6 +82,8 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
                 else report.plan_text(planned, output)
             )
             return
+        if (note := native.slow_note()) is not None:
+            print(f"note: {shown(note)}", file=sys.stderr)
         from tqdm import tqdm
 
         plan: Plan | None = None

@@ -275,6 +275,8 @@ def open_model(
     codec = container.manifest.codec
     for text in (f"{codec} experts, {how}, {store.mode}{checked}{budgeted}", *notes, *model.notes):
         note(text)
+    if experts == host.NATIVE and (slow := native.slow_note()) is not None:
+        note(slow)
     if sums:
         held = "mapped" if io == "mmap" else "in memory beside them, read once"
         note(f"row sums of all experts: {size_text(sums)} {held}")

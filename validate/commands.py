@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagestone.formats import native
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
 from pagestone.formats.text import shown
@@ -52,6 +53,8 @@ def _verify(
         raise RequestError(
             "--sample compares experts with a source, and none is given", code="E0003", remedy="add --source CHECKPOINT"
         )
+    if (note := native.slow_note()) is not None:
+        print(f"note: {shown(note)}", file=sys.stderr)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with tqdm(unit="B", unit_scale=True, desc="verify", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               total=_total(directory)) as bar:  # fmt: skip
