@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def describe(container: Container) -> dict[str, Any]:
     """Everything `inspect --json` prints."""
     manifest = container.manifest
-    errors = _relative_errors(container)
+    errors, zeros = _relative_errors(container)
     layers = []
     for layer in [*container.layers.values(), *container.mtp.values()]:
         file = layer.file
@@ -57,6 +58,7 @@ def describe(container: Container) -> dict[str, Any]:
                 "prefix": file.prefix,
                 "sidecar": layer.entry.sidecar,
                 "relative_rms_error": errors.get(layer.entry.file),
+                "zero_matrices": zeros[layer.entry.file],
                 "record": [
                     {
                         "name": f"{file.part_names[PARTS.index(s.part)]}.{s.suffix}" if s.part else s.suffix,
@@ -77,23 +79,26 @@ def describe(container: Container) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _relative_errors(container: Container) -> dict[str, float]:
-    """Relative RMS error of every layer file against its source, from the sums in experts.parquet.
+def _relative_errors(container: Container) -> tuple[dict[str, float], Counter[str]]:
+    """By layer file, from experts.parquet: relative RMS error against the source, and matrices that are all zero.
 
-    Sums that cannot be such (negative, not finite) give none.
+    Sums that cannot be such (negative, not finite) give no error, and neither does a layer of zeros alone.
     """
     with MachineErrors(container.path / EXPERTS, "reading"):
         columns = read_experts(container.path / EXPERTS, container.manifest.matrices)
     sums: dict[str, list[float]] = {}
+    zeros: Counter[str] = Counter()
     for file, error, norm in zip(columns["file"], columns["squared_error"], columns["squared_norm"], strict=True):
         total = sums.setdefault(file, [0.0, 0.0])
         total[0] += error
         total[1] += norm
-    return {
-        file: math.sqrt(error / norm) if norm else 0.0
+        zeros[file] += norm == 0
+    found = {
+        file: math.sqrt(error / norm)
         for file, (error, norm) in sums.items()
-        if math.isfinite(error) and math.isfinite(norm) and error >= 0 and (norm > 0 or error == norm == 0)
+        if math.isfinite(error) and math.isfinite(norm) and error >= 0 and norm > 0
     }
+    return found, zeros
 
 
 def _origin(source: dict[str, Any]) -> str:
@@ -123,6 +128,9 @@ def _text(table: dict[str, Any]) -> str:
             f"  {x['file']:<24}{x['experts']:>8}{x['hidden']:>8}{x['intermediate']:>8}{x['stride']:>12,}"
             f"{x['data_start']:>10,}{'' if error is None else format(error, '.5f'):>12}"
         )
+    zero, total = (sum(x["zero_matrices"] for x in table["layers"]), 3 * sum(x["experts"] for x in table["layers"]))
+    if zero:
+        lines += ["", f"  {zero} of {total} matrices are all zero"]
     lines += ["", "  a record:"]
     for s in table["layers"][0]["record"]:
         lines.append(f"  {s['offset']:>12,}  {s['name']:<28}{s['dtype']:<9}{s['shape']}")
