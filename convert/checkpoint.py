@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert import directory
+from pagestone.convert.machine import Stamp, machine_errors, stamp_of
 from pagestone.convert.side_files import CODE, OUTSIDE, Homes, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
@@ -19,6 +20,7 @@ from pagestone.formats.manifest import EXPERTS, MANIFEST, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.strict_json import Config, load_object
 
+READING = "reading the source"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
@@ -46,8 +48,10 @@ class Checkpoint:
     side_files: tuple[SideFile, ...]
     fingerprint: str
     warnings: tuple[str, ...] = ()
-    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(length, modification time in ns) of shards, index and side files: a resumed job must find the same."""
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+    """Stamps of config, index, shards and side files, each from before it was read; see `unchanged`."""
+    digests: dict[str, bytes] = field(default_factory=dict)
+    """Digests of config and index, whose contents are in the plan."""
     container: bool = False
     """The source is itself a bf16 container."""
 
@@ -63,7 +67,13 @@ def load_json(path: Path, code: str, *, loose: bool = False) -> dict[str, Any]:
 
     `loose` takes what other programs take in a config: a key that stands twice, NaN and Infinity.
     """
-    return load_object(path, code=code, remedy="download the file again", twice=loose, constants=loose)
+    with machine_errors(path, READING):
+        return load_object(path, code=code, remedy="download the file again", twice=loose, constants=loose)
+
+
+def _stamp(path: Path) -> Stamp:
+    with machine_errors(path, READING):
+        return stamp_of(path.stat())
 
 
 def _find_index(root: Path) -> Path | None:
@@ -147,9 +157,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
             file=root / CONFIG,
             remedy="put a copy of the file in its place; only weights may be links to other places",
         )
+    stamps: dict[str, Stamp] = {CONFIG: _stamp(root / CONFIG)}
     config = load_json(root / CONFIG, "E0407", loose=True)
     warnings: list[str] = []
     index = _find_index(root)
+    if index is not None and index.is_file():  # else `_named_shards` says what is wrong
+        stamps[index.name] = _stamp(index)
     weight_map, shards = _named_shards(root, index, warnings)
     named = {CONFIG} if index is None else {CONFIG, index.name}
     directory.refuse_unfinished(root, shards, named)
@@ -160,14 +173,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
 
     tensors: dict[str, SourceTensor] = {}
     hasher = Hasher()
-    stamps: dict[str, tuple[int, int]] = {}
-    hasher.update(digest((root / CONFIG).read_bytes()))
+    digests: dict[str, bytes] = {}
+    for small in (CONFIG,) if index is None else (CONFIG, index.name):
+        with machine_errors(root / small, READING):
+            digests[small] = digest((root / small).read_bytes())
+    hasher.update(digests[CONFIG])
     for shard in [*shards, *unlisted]:
-        header = read_header(root / shard)
-        status = (root / shard).stat()
-        stamps[shard] = (status.st_size, status.st_mtime_ns)
-        with (root / shard).open("rb") as handle:
-            head = handle.read(header.data_start)
+        stamps[shard] = _stamp(root / shard)
+        with machine_errors(root / shard, READING):
+            header = read_header(root / shard)
+            with (root / shard).open("rb") as handle:
+                head = handle.read(header.data_start)
         hasher.update(shard.encode() + b"\0" + header.file_size.to_bytes(8, "big") + digest(head))
         for entry in header.entries:
             if container and entry.name not in weight_map and entry.name.endswith((".pad", ".pad_a")):
@@ -202,11 +218,18 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
         ]
     copied = [f.name for f in side if f.rule in (None, CODE)]
     directory.refuse_unfinished(root, (), copied)
-    for name in copied if index is None else [index.name, *copied]:
-        status = (root / name).stat()
-        stamps[name] = (status.st_size, status.st_mtime_ns)
+    stamps |= {name: _stamp(root / name) for name in copied}
     return Checkpoint(
-        root, config, tensors, tuple(shards), tuple(side), hasher.digest().hex(), tuple(warnings), stamps, container
+        root,
+        config,
+        tensors,
+        tuple(shards),
+        tuple(side),
+        hasher.digest().hex(),
+        tuple(warnings),
+        stamps,
+        digests,
+        container,
     )
 
 
@@ -244,7 +267,8 @@ def _is_bf16_container(root: Path) -> bool:
     """
     if not ((root / MANIFEST).is_file() and (root / EXPERTS).is_file()):
         return False
-    codec = read_manifest(root / MANIFEST).codec
+    with machine_errors(root / MANIFEST, READING):
+        codec = read_manifest(root / MANIFEST).codec
     if codec == "bf16":
         return True
     raise RequestError(

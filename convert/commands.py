@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,9 +21,8 @@ from pagestone.convert import report
 from pagestone.convert.plan import Plan
 from pagestone.convert.prepare import plan_for, prepare
 from pagestone.convert.publish import publication_pending
-from pagestone.formats import codecs, native
+from pagestone.formats import codecs
 from pagestone.formats.errors import Interrupted, RequestError
-from pagestone.formats.text import clipped, shown
 
 
 def default_workers() -> int:
@@ -38,10 +40,59 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
         if span[0] < span[1]:
             return span
     raise RequestError(
-        f"--layers expected as A:B with A < B, found {clipped(text, 40)!r}",
-        code="E0001",
-        remedy="for example --layers 0:2",
+        f"--layers expected as A:B with A < B, found {text!r}", code="E0001", remedy="for example --layers 0:2"
     )
+
+
+def directory(text: str) -> Path:
+    """A directory named on the command line. An empty word, as an unset variable gives, is not the one we are in."""
+    if not text:
+        raise RequestError("the name of a directory expected, found an empty word", code="E0813",
+                           remedy="say which directory; the one you are in is .")  # fmt: skip
+    return Path(text)
+
+
+@contextmanager
+def interruptible(output: Path) -> Iterator[None]:
+    """Within it the first Ctrl-C stops the workers and ends the process with code 130; a second one does not wait.
+
+    Either way the process ends at once and without the interpreter's own ending: a worker that comes back from a kernel
+    while Python is being taken down would abort it. What is finished is durable, so nothing is lost.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield  # deaf on purpose (nohup), or not ours to set
+        return
+    asked = False
+
+    def stop(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            _leave(output)
+        asked = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _leave(output)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(output: Path) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    error = Interrupted("interrupted; finished layers are kept", code="E0002", file=output,
+                        remedy="run the same command to continue")  # fmt: skip
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, full, or in the middle of a write that this interrupts
+            stream.flush()
+    with suppress(OSError):
+        # not through the stream: that may be what was interrupted
+        os.write(2, f"\nerror: {error}\n".encode(errors="backslashreplace") if sys.stderr.isatty()
+                 else f"error: {error}\n".encode(errors="backslashreplace"))  # fmt: skip
+    os._exit(Interrupted.exit_code)
 
 
 def register(app: typer.Typer) -> None:
@@ -56,8 +107,10 @@ def register(app: typer.Typer) -> None:
 
 def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., None]:
     def run(
-        checkpoint: Annotated[Path, typer.Argument(help="Directory with config.json and .safetensors files.")],
-        output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the container.")],
+        checkpoint: Annotated[
+            Path, typer.Argument(help="Directory with config.json and .safetensors files.", parser=directory)
+        ],
+        output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the container.", parser=directory)],
         workers: Annotated[int, typer.Option(min=1, max=256, help="Experts converted at once.")] = default_workers(),
         layers: Annotated[str | None, typer.Option(help="A:B: only the experts of layers A to B-1.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
@@ -82,8 +135,6 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
                 else report.plan_text(planned, output)
             )
             return
-        if (note := native.slow_note()) is not None:
-            print(f"note: {shown(note)}", file=sys.stderr)
         from tqdm import tqdm
 
         plan: Plan | None = None
@@ -92,26 +143,22 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
             plan = plans()
             total = plan.bytes_in
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"prepare-{name}", file=sys.stderr,
-                  disable=not sys.stderr.isatty(), leave=False) as bar:  # fmt: skip
-            try:
-                outcome = prepare(
-                    checkpoint,
-                    output,
-                    codec,
-                    workers=workers,
-                    layers=span,
-                    force=force,
-                    include_code=include_code,
-                    merge_unlisted=merge_unlisted,
-                    sha256=sha256,
-                    progress=bar.update,
-                    planned=plan,
-                )
-            except KeyboardInterrupt:
-                raise Interrupted("interrupted; finished layers are kept", code="E0002", file=output,
-                                  remedy="run the same command to continue") from None  # fmt: skip
+                  disable=not sys.stderr.isatty(), leave=False) as bar, interruptible(output):  # fmt: skip
+            outcome = prepare(
+                checkpoint,
+                output,
+                codec,
+                workers=workers,
+                layers=span,
+                force=force,
+                include_code=include_code,
+                merge_unlisted=merge_unlisted,
+                sha256=sha256,
+                progress=bar.update,
+                planned=plan,
+            )
         for warning in outcome.warnings:
-            print(f"warning: {shown(warning)}", file=sys.stderr)
+            print(f"warning: {warning}", file=sys.stderr)
         seconds = time.monotonic() - begun
         if as_json:
             print(json.dumps(report.outcome_table(outcome, output, seconds), indent=1))

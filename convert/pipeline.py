@@ -20,8 +20,10 @@ import numpy as np
 from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
+from pagestone.convert.journal import FinishedFile
+from pagestone.convert.machine import machine_errors, stamp_of, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
-from pagestone.convert.publish import FinishedFile, WorkDirectory, machine_errors, write_durably
+from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles, page_buffer
 from pagestone.convert.writing import CHUNK, OutputFile, StreamWriter
 from pagestone.formats.digests import digest, layer_digest
@@ -29,8 +31,6 @@ from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, LayerLayout
 
-ALL_ZERO = "all zero: "
-"""How the note begins that a dense matrix, whose name follows, holds nothing but zeros."""
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call, from any worker."""
 
@@ -43,7 +43,7 @@ class LayerWriter:
         head = target.file.head()
         self.layout: LayerLayout = target.file.layout(len(head))
         self._head = head
-        self._file = OutputFile(work.file(target.name), target.nbytes)
+        self._file = OutputFile(work.file(target.name), target.nbytes, work.lacks)
         padded = page_buffer(len(head))
         padded[:] = head
         self._file.write(padded, 0)
@@ -78,18 +78,20 @@ class LayerWriter:
         """Make the layer and its sidecar durable and note them in the journal; the sidecar first."""
         target = self.target
         if target.sidecar is not None:
-            writer = StreamWriter(self._work.file(target.sidecar), target.sidecar_bytes)
+            writer = StreamWriter(self._work.file(target.sidecar), target.sidecar_bytes, self._work.lacks)
             try:
                 writer.append(target.file.sidecar_head())
                 for array in self._sums.values():
                     writer.append(array.data)
-                self._work.record(FinishedFile(target.sidecar, target.sidecar_bytes, writer.finish().hex()))
+                whole = writer.finish().hex()
+                self._work.record(FinishedFile(target.sidecar, target.sidecar_bytes, whole, stamp=writer.stamp))
             finally:
                 writer.close()
         self._file.finish()
         whole = layer_digest(self._head, self._records).hex()
         records = tuple(r.hex() for r in self._records)
-        done = FinishedFile(target.name, target.nbytes, whole, records, tuple(self._stats), dict(self._notes))
+        notes, stamp = dict(self._notes), self._file.stamp
+        done = FinishedFile(target.name, target.nbytes, whole, records, tuple(self._stats), notes, stamp)
         self._work.record(done)
 
     def close(self) -> None:
@@ -124,10 +126,11 @@ def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -
     for name, data in plan.generated.items():
         if name not in work.finished:
             with machine_errors(work.file(name), "writing a file"):
-                write_durably(work.file(name), data)
+                write_durably(work.file(name), data, work.lacks)
                 if name == CONFIG:
                     narrow(work.file(name), plan.checkpoint.path / name)
-                work.record(FinishedFile(name, len(data), digest(data).hex()))
+                stamp = stamp_of(work.file(name).stat())
+                work.record(FinishedFile(name, len(data), digest(data).hex(), stamp=stamp))
     shared = _Shared(plan, work, SourceFiles(plan.checkpoint.path), progress)
     tasks = _tasks(shared)
     source_room = max(ExpertReader.needed(t.source) for t in plan.layers)
@@ -217,24 +220,23 @@ def _convert_expert(shared: _Shared, writer: LayerWriter, expert: int, hands: _H
 def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
     path = shared.work.file(target.name)
     with machine_errors(path, "writing dense tensors"):
-        writer = StreamWriter(path, target.nbytes)
+        writer = StreamWriter(path, target.nbytes, shared.work.lacks)
         try:
             writer.append(target.head())
             notes: Counter[str] = Counter()
             for tensor in target.tensors:
-                odd, some = 0, tensor.nbytes == 0 or len(tensor.shape) < 2
+                odd = 0
                 for piece, read, non_finite in pieces(shared.files, tensor, hands.chunk):
                     if shared.stop.is_set():
                         return
                     odd += non_finite
-                    some = some or bool(np.frombuffer(piece, np.uint8).any())
                     writer.append(piece)
                     shared.done(read)
-                if not some:
-                    notes[ALL_ZERO + tensor.name] = 1
                 if odd:
                     notes[f"{tensor.source.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is"] = odd
-            shared.work.record(FinishedFile(target.name, target.nbytes, writer.finish().hex(), notes=dict(notes)))
+            whole = writer.finish().hex()
+            found = FinishedFile(target.name, target.nbytes, whole, notes=dict(notes), stamp=writer.stamp)
+            shared.work.record(found)
         finally:
             writer.close()
 
@@ -242,15 +244,18 @@ def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
 def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
     path = shared.work.file(name)
     with machine_errors(path, "copying a side file"):
-        writer = StreamWriter(path, nbytes)
+        writer = StreamWriter(path, nbytes, shared.work.lacks)
         try:
             narrow(path, shared.plan.checkpoint.path / name)
             for start in range(0, nbytes, CHUNK):
+                if shared.stop.is_set():
+                    return
                 piece = hands.chunk[: min(CHUNK, nbytes - start)]
                 shared.files.read_into(name, start, piece)
                 writer.append(piece)
                 shared.done(len(piece))
-            shared.work.record(FinishedFile(name, nbytes, writer.finish().hex()))
+            whole = writer.finish().hex()
+            shared.work.record(FinishedFile(name, nbytes, whole, stamp=writer.stamp))
         finally:
             writer.close()
 

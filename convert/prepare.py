@@ -13,26 +13,36 @@ from typing import Any
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
-from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
-from pagestone.convert.plan import Plan, check_paths, make_plan, natural
+from pagestone.convert.journal import FinishedFile, file_digest
+from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, named, sync_directory
+from pagestone.convert.pipeline import Progress, convert
+from pagestone.convert.plan import Plan, check_paths, make_plan
 from pagestone.convert.publish import (
     JOURNAL,
-    PARTIAL,
-    FinishedFile,
+    REPLACED,
     WorkDirectory,
     check_output,
     finish_interrupted,
-    machine_errors,
     open_work,
     published,
-    sync_directory,
+    was_container,
 )
+from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
 from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
 from pagestone.formats.layout import PARTS, layer_entries
-from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, FileDigest, LayerEntry, Manifest, write_experts
+from pagestone.formats.manifest import (
+    COLUMNS,
+    EXPERTS,
+    MANIFEST,
+    PARTIAL,
+    FileDigest,
+    LayerEntry,
+    Manifest,
+    write_experts,
+)
 
 SPARE = 16 << 20
 """Bytes asked for beyond the plan's: journal, directory entries, what the estimate of small files leaves out."""
@@ -47,16 +57,6 @@ class Outcome:
     warnings: tuple[str, ...]
     notes: dict[str, int] = field(default_factory=dict)
     """Matrices of a quantised source by what became of them, see `convert.encode`."""
-
-
-def disk_space(output: Path) -> int:
-    """Free bytes of the file system on which `output` is or will be."""
-    place = output.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    with machine_errors(output, "asking for free space"):
-        status = os.statvfs(place)
-    return status.f_bavail * status.f_frsize
 
 
 def prepare(
@@ -79,87 +79,96 @@ def prepare(
     `DataError` or `MachineError`; nothing is then published, and an older container at `output` is intact. `sha256`
     adds that digest of every file to the manifest; the container id does not depend on it.
     """
-    if source.exists() and output.exists():
-        check_paths(source, output)
-    with machine_errors(output, "publishing the container"):
-        completed = finish_interrupted(output)
-    try:
-        plan = planned or plan_for(
-            source, output, codec, layers=layers, include_code=include_code, merge_unlisted=merge_unlisted
-        )
-    except PagestoneError:
-        if completed is not None and not source.exists():
-            return Outcome("finished publishing", completed, ())
-        raise
-    try:
-        old = published(output)
-    except DataError:
-        if not force:
-            raise
-        old = None  # a damaged manifest: whatever it named is overwritten, the rest is left
-    if old is not None and not force:
-        differing = _differences(old, plan)
-        if sha256 and any(f.sha256 is None for f in old.files.values()):
-            differing.append("--sha256")
-        if differing:
-            raise RequestError(
-                f"a container is here already, and its {', '.join(differing)} differ(s) from this job's",
-                code="E0808",
-                file=output,
-                remedy="give another --output, or --force to replace it once the new one is complete",
+    with machine_errors(output, "converting"):  # whatever does not say better itself what it was doing
+        if source.exists() and output.exists():
+            check_paths(source, output)
+        completed = finish_interrupted(output, force=force)
+        try:
+            plan = planned or plan_for(
+                source, output, codec, layers=layers, include_code=include_code, merge_unlisted=merge_unlisted
             )
-        _require_whole(old, output)
-        if (output / PARTIAL).exists():
-            with machine_errors(output, "removing the remains of an interrupted run"), open_work(output) as work:
-                shutil.rmtree(work.path)
-        return Outcome("finished publishing" if completed else "already there", old, plan.warnings)
-    check_output(output, {*plan.files, EXPERTS, MANIFEST})
+        except PagestoneError:
+            if completed is not None and not source.exists():
+                return Outcome("finished publishing", completed, ())
+            raise
+        job = identity(plan, include_code)
+        try:
+            old = published(output)
+        except DataError:
+            if not force and was_container(output):
+                raise
+            old = None  # a damaged manifest: what the new one lists is overwritten, the rest is left
+        if old is not None and not force:
+            return _already_there(old, plan, output, job, sha256=sha256, finished=completed is not None)
+        return _convert(plan, output, workers, job, force, sha256, progress)
+
+
+def _already_there(
+    old: Manifest, plan: Plan, output: Path, job: dict[str, Any], *, sha256: bool, finished: bool
+) -> Outcome:
+    """Nothing to do, if the container that is here is the one this job would make as far as small files can tell."""
+    differing = _differences(old, plan)
+    if sha256 and any(f.sha256 is None for f in old.files.values()):
+        differing.append("--sha256")
+    if differing:
+        raise RequestError(
+            f"a container is here already, and its {', '.join(differing)} differ(s) from this job's",
+            code="E0808",
+            file=output,
+            remedy="give another --output, or --force to replace it once the new one is complete",
+        )
+    _require_whole(old, output)
+    if (output / PARTIAL).exists():
+        with machine_errors(output, "removing the remains of an interrupted run"), open_work(output) as work:
+            work.remove_remains(job)
+    made = (output / MANIFEST).stat().st_mtime_ns
+    newer = sorted(name for name, stamp in used_stamps(plan).items() if max(stamp[1:]) > made)
+    warnings = list(plan.warnings)
+    if newer and not finished:
+        warnings.append(
+            f"{len(newer)} file(s) of the source changed after this container was made, first {newer[0]}; their data "
+            f"was not compared: `pagestone verify {output} --source {plan.checkpoint.path}` does that"
+        )
+    return Outcome("finished publishing" if finished else "already there", old, tuple(warnings))
+
+
+def _convert(
+    plan: Plan,
+    output: Path,
+    workers: int,
+    job: dict[str, Any],
+    force: bool,
+    sha256: bool,
+    progress: Progress,
+) -> Outcome:
+    """Carry out a plan, or the rest of it, and publish the result."""
+    check_output(output, force=force)
+    replace = is_there(output / MANIFEST) or is_there(output / PARTIAL / REPLACED)  # then it was asked for: --force
     missing = [p for p in (output, *output.parents) if not p.exists()]
+    experts = {t.name: t.file.count for t in plan.layers}
     with open_work(output) as work:
-        fresh = not work.file(JOURNAL).exists()
+        fresh = not is_there(work.file(JOURNAL))
         try:
             with machine_errors(output, "starting the conversion"):
-                work.begin(identity(plan, include_code), force=force)
+                work.begin(job, {n: (size, experts.get(n, 0)) for n, size in plan.files.items()}, force=force)
             preflight(plan, work)
         except PagestoneError:
-            if fresh:
+            if fresh and not is_there(work.file(REPLACED)):
                 _withdraw(work, missing)
             raise
         convert(plan, work, workers, progress)
         notes: Counter[str] = Counter()
         for finished in work.finished.values():
             notes.update(finished.notes)
-        zero = {n.removeprefix(ALL_ZERO) for n in notes if n.startswith(ALL_ZERO)}
-        warnings = sorted(n for n in notes if n not in MATRIX_NOTES and not n.startswith(ALL_ZERO))
-        warnings += zero_warnings(plan, work.finished, zero)
+        warnings = sorted(notes.keys() - set(MATRIX_NOTES))
         with machine_errors(output, "publishing the container"):
             manifest = assemble(plan, work, sha256=sha256)
-            stale = set(old.files) - set(manifest.files) if old is not None else set()
-            work.publish(manifest.to_bytes(), stale)
+            require_unchanged(plan, work.finished)
+            work.require_intact()
+            work.publish(manifest.to_bytes(), replace=replace and force)
+        warnings += [LACKS[what] for what in sorted(work.lacks)]
     counted = {what: notes[what] for what in MATRIX_NOTES if notes[what]}
     return Outcome("converted", manifest, (*plan.warnings, *warnings), counted)
-
-
-def zero_warnings(plan: Plan, finished: Mapping[str, FinishedFile], dense: set[str]) -> Iterator[str]:
-    """A sentence on expert matrices that are all zero, and one on the dense matrices named: their number, the first.
-
-    A download that reserved its space and never came to its end looks like this, and encodes without an error.
-    """
-    zero = [
-        f"{part} of {target.file.prefix}.{expert}"
-        for target in plan.layers
-        for expert, stats in enumerate(finished[target.name].stats)
-        for part, norm in zip(PARTS, stats[1::2], strict=True)
-        if norm == 0
-    ]
-    total = sum(t.file.count * len(PARTS) for t in plan.layers)
-    if zero:
-        yield f"{len(zero)} of {total} expert matrices are all zero, first {zero[0]}: is the source whole?"
-    routers = [name for name in dense if name.endswith("." + plan.family.router)]
-    if dense:
-        what = f"{len(routers)} of them routers, first" if routers else "first"
-        first = min(routers or dense, key=natural)
-        yield f"{len(dense)} dense matrices are all zero, {what} {first}: is the source whole?"
 
 
 def plan_for(
@@ -172,16 +181,19 @@ def plan_for(
     merge_unlisted: bool = False,
 ) -> Plan:
     """The plan of a conversion, after the checks that concern both ends."""
-    checkpoint = open_checkpoint(source, merge_unlisted=merge_unlisted)
-    check_paths(source, output)
-    return make_plan(checkpoint, codec, layers=layers, include_code=include_code)
+    with machine_errors(source, "reading the source"):
+        checkpoint = open_checkpoint(source, merge_unlisted=merge_unlisted)
+        check_paths(source, output)
+        return make_plan(checkpoint, codec, layers=layers, include_code=include_code)
 
 
 def identity(plan: Plan, include_code: bool) -> dict[str, Any]:
     """What must be equal for a job to be continued: every key is named in the message when it is not."""
     stamps = Hasher()
-    for name, (size, time) in sorted(plan.checkpoint.stamps.items()):
-        stamps.update(f"{name}\0{size}\0{time}\n".encode())
+    for name, stamp in sorted(used_stamps(plan).items()):
+        stamps.update(f"{name}\0{stamp}\n".encode())
+    for name, known in sorted(plan.checkpoint.digests.items()):
+        stamps.update(f"{name}\0".encode() + known)
     return {
         "spec version": SPEC_VERSION,
         "codec": plan.codec.name,
@@ -204,7 +216,7 @@ def _differences(old: Manifest, plan: Plan) -> list[str]:
     if not differing:
         have = {name: f.nbytes for name, f in old.files.items() if name != EXPERTS}
         differing = [f"file {name}" for name, size in sorted(have.items() ^ plan.files.items())][:1]
-    return differing
+    return differing or [f"file {n}" for n, known in small_digests(plan).items() if known != old.files[n].xxh3][:1]
 
 
 def _require_whole(old: Manifest, output: Path) -> None:
@@ -224,7 +236,9 @@ def preflight(plan: Plan, work: WorkDirectory) -> None:
     done = sum(f.nbytes for f in work.finished.values())
     needed = plan.bytes_out - done + SPARE
     free = disk_space(work.output)
-    if free < needed:
+    if free is None:
+        work.lacks.add(SPACE)
+    elif free < needed:
         raise MachineError(
             f"{needed:,} bytes of free disk space needed, found {free:,}",
             code="E0903",
@@ -248,18 +262,17 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
 
     `sha256` reads every file back: workers write records in any order, and SHA-256 has no order but one.
     """
-    write_experts(work.file(EXPERTS), expert_columns(plan, work.finished))
     raw = work.file(EXPERTS)
-    with raw.open("rb") as handle:
-        os.fsync(handle.fileno())
-        hasher = Hasher()
-        while piece := handle.read(1 << 20):
-            hasher.update(piece)
+    raw.unlink(missing_ok=True)
+    with named(raw):
+        write_experts(raw, expert_columns(plan, work.finished))
+        with raw.open("rb") as handle:
+            os.fsync(handle.fileno())
     files = {
         name: FileDigest(f.nbytes, bytes.fromhex(f.xxh3)) for name, f in work.finished.items() if name in plan.files
     }
-    files[EXPERTS] = FileDigest(raw.stat().st_size, hasher.digest())
-    sync_directory(work.path)
+    files[EXPERTS] = FileDigest(raw.stat().st_size, file_digest(raw, 0))
+    sync_directory(work.path, work.lacks)
     if sha256:
         files = {name: replace(known, sha256=_sha256(work.file(name))) for name, known in files.items()}
     return Manifest(
@@ -274,7 +287,7 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
 
 
 def _sha256(path: Path) -> bytes:
-    with path.open("rb") as handle:
+    with named(path), path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").digest()
 
 

@@ -4,6 +4,14 @@ All work goes on in `DIR/.pagestone-partial/`: files, a lock, and a journal of f
 it durable, writes the manifest beside it (from then on the job needs no source), and moves the files into `DIR`, the
 manifest last. A directory without a manifest is no container; a crash at any moment is finished or continued by the
 next run.
+
+A container that is replaced stays whole until then. The new files have its names, so between taking its manifest away
+and giving the new one there is a moment, of renames only, in which neither can be opened. Swapping whole directories
+would spare it, but needs the right to write beside `DIR`, cannot be done where `DIR` is a mount, and would carry away
+what else lies in it.
+
+What the work directory says is foreign. It names no file but by a manifest that proves itself, nothing in it is
+followed or waited for, and nothing is overwritten or removed that the container being replaced did not list.
 """
 
 from __future__ import annotations
@@ -14,92 +22,47 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats.errors import DataError, MachineError, RequestError
-from pagestone.formats.manifest import MANIFEST, Manifest, read_manifest
+from pagestone.convert.journal import FinishedFile, file_digest, from_lines, is_intact, to_line
+from pagestone.convert.machine import (
+    LOCKS,
+    UNSUPPORTED,
+    is_regular,
+    is_there,
+    machine_error,
+    machine_errors,
+    named,
+    not_a_file,
+    open_own,
+    read_own,
+    sync_directory,
+    write_durably,
+)
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
+from pagestone.formats.manifest import EXPERTS, LAYER_NAME, MANIFEST, PARTIAL, FileDigest, Manifest, read_manifest
 
-PARTIAL = ".pagestone-partial"
-LOCK, JOURNAL, STALE = ".lock", ".journal.jsonl", ".stale.json"
-"""Our own files in the work directory: hidden, as no file of a container is."""
+LOCK, JOURNAL, REPLACED = ".lock", ".journal.jsonl", ".replaced.json"
+"""Our own files in the work directory: hidden, as no file of a container is.
 
-
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
-    """A file that is complete and durable in the work directory.
-
-    `xxh3` is hexadecimal. Layer files also carry the digest of every record and, for each expert in order, squared
-    error and squared norm of gate, up and down. `notes` counts what the user must be told about the data.
-    """
-
-    name: str
-    nbytes: int
-    xxh3: str
-    records: tuple[str, ...] = ()
-    stats: tuple[tuple[float, ...], ...] = ()
-    notes: dict[str, int] = field(default_factory=dict)
-
-
-def machine_error(error: OSError, path: str | os.PathLike[str], doing: str) -> MachineError:
-    """An operating system error in the project's words; `doing` completes "while ..."."""
-    remedies = {
-        errno.ENOSPC: "free space on that disk, or give another --output; then run the same command to continue",
-        errno.EDQUOT: "your disk quota is used up: free space, then run the same command to continue",
-        errno.EFBIG: "the file size limit of this shell or file system is too low (ulimit -f): raise it and run again",
-        errno.EACCES: "give a directory you may write to",
-        errno.EPERM: "give a directory you may write to",
-        errno.EROFS: "the file system is read-only: give another --output",
-        errno.EIO: "the disk reports an I/O error: check it before anything else",
-        errno.EMFILE: "raise the limit of open files (ulimit -n) and run again",
-    }
-    reason = error.strerror or str(error)
-    remedy = remedies.get(error.errno or 0, "fix the cause and run the same command again; finished work is kept")
-    return MachineError(f"{reason} while {doing}", code="E0901", file=error.filename or path, remedy=remedy)
-
-
-@contextmanager
-def machine_errors(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
-    """Turn `OSError` and `MemoryError` into `MachineError`."""
-    try:
-        yield
-    except OSError as error:
-        raise machine_error(error, path, doing) from error
-    except MemoryError:
-        raise MachineError(
-            f"out of memory while {doing}", code="E0902", file=path, remedy="use fewer --workers, or free memory"
-        ) from None
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and unlinks in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all, and make it durable."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+REPLACED is there while a publication may overwrite: a copy of the manifest of the container that is replaced, or
+anything else where that container could not say what it held.
+"""
+DAMAGED_WORK = "use --force to discard the unfinished work and convert again"
+IN_THE_WAY = "E0811"
+NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK, errno.EXDEV}
 
 
 class WorkDirectory:
     """The locked work directory of one conversion. Use as a context manager; see `open_work`."""
 
-    def __init__(self, output: Path, lock: int) -> None:
+    def __init__(self, output: Path, lock: int, lacks: set[str]) -> None:
         self.output = output
         self.path = output / PARTIAL
+        self.lacks = lacks
+        """Services the file system turned out not to have, see `machine.LACKS`."""
         self._lock = lock
         self.finished: dict[str, FinishedFile] = {}
         self._journal: int | None = None
@@ -120,65 +83,70 @@ class WorkDirectory:
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def begin(self, identity: Mapping[str, Any], *, force: bool) -> None:
+    def begin(self, identity: Mapping[str, Any], files: Mapping[str, tuple[int, int]], *, force: bool) -> None:
         """Start the job described by `identity`, or continue it where the journal says it stopped.
 
-        Raises `RequestError` naming what differs if the journal belongs to another job; `force` discards that job.
+        `files` is what the job makes: (length, number of records) by name; no other finished file is believed. Raises
+        `RequestError` naming what differs if the journal belongs to another job, `DataError` if it is damaged; `force`
+        discards that job.
         """
-        known, entries = self._read_journal()
         wanted = json.loads(json.dumps(identity))
-        if known is not None and known != wanted:
-            if not force:
-                differing = ", ".join(sorted(k for k in wanted.keys() | known.keys() if wanted.get(k) != known.get(k)))
-                raise RequestError(
-                    f"an unfinished conversion is here whose {differing} differ(s) from this one's",
-                    code="E0803",
-                    file=self.path,
-                    remedy="repeat the command that began it, or use --force to discard its work",
-                )
-            known = None
+        known, entries = self._known_job(wanted, force=force)
         if known is None:
-            self._discard({LOCK})
-            write_durably(self.file(JOURNAL), json.dumps(wanted).encode() + b"\n")
-        self._journal = os.open(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
+            self._discard({LOCK, REPLACED})
+            write_durably(self.file(JOURNAL), json.dumps(wanted).encode() + b"\n", self.lacks)
+        self._journal = open_own(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
         if known is not None:
             for entry in entries:
-                path = self.file(entry.name)
-                if path.is_file() and path.stat().st_size == entry.nbytes:
+                fits = files.get(entry.name) == (entry.nbytes, len(entry.records))
+                if fits and is_intact(self.file(entry.name), entry):
                     self.finished[entry.name] = entry
             # what was half done is done again, and must not take the space for it meanwhile
-            self._discard({LOCK, JOURNAL, *self.finished})
+            self._discard({LOCK, JOURNAL, REPLACED, *self.finished})
+
+    def _known_job(self, wanted: Any, *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
+        """The job in the journal and its finished files; (None, []) if there is none, or `force` discards it."""
+        try:
+            known, entries = self._read_journal()
+        except PagestoneError:
+            if not force:
+                raise
+            return None, []
+        if known is None or known == wanted:
+            return known, entries
+        if force:
+            return None, []
+        differing = ", ".join(sorted(k for k in wanted.keys() | known.keys() if wanted.get(k) != known.get(k)))
+        raise RequestError(
+            f"an unfinished conversion is here whose {differing} differ(s) from this one's",
+            code="E0803",
+            file=self.path,
+            remedy="repeat the command that began it, or use --force to discard its work",
+        )
 
     def _read_journal(self) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
+        path = self.file(JOURNAL)
         try:
-            raw = self.file(JOURNAL).read_bytes()
+            raw = read_own(path)
         except FileNotFoundError:
             return None, []
-        # a crash may cut the last line short: whatever is not a whole line was not recorded
-        whole = raw[: raw.rfind(b"\n") + 1].splitlines()
         try:
-            lines = [dict(json.loads(line)) for line in whole]
-            entries = [
-                FinishedFile(
-                    line["name"],
-                    line["nbytes"],
-                    line["xxh3"],
-                    tuple(line["records"]),
-                    tuple(tuple(s) for s in line["stats"]),
-                    dict(line["notes"]),
-                )
-                for line in lines[1:]
-            ]
-        except (ValueError, KeyError, TypeError):
-            raise DataError(
-                "a journal of JSON lines expected",
-                code="E0804",
-                file=self.file(JOURNAL),
-                remedy=f"delete {self.path} and start again",
-            ) from None
+            found = from_lines(raw)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DataError("a journal of JSON lines expected", code="E0804", file=path, remedy=DAMAGED_WORK) from None
         if raw and raw[-1:] != b"\n":
-            os.truncate(self.file(JOURNAL), raw.rfind(b"\n") + 1)
-        return (lines[0] if lines else None), entries
+            with named(path):
+                os.truncate(path, raw.rfind(b"\n") + 1)
+        return found
+
+    def remove_remains(self, identity: Mapping[str, Any]) -> None:
+        """Remove what the publication of this job left here; unfinished work of another job stays."""
+        try:
+            known, _ = self._read_journal()
+        except PagestoneError:
+            return
+        if known is None or known == json.loads(json.dumps(identity)):
+            shutil.rmtree(self.path)
 
     def _discard(self, keep: set[str]) -> None:
         for entry in self.path.iterdir():
@@ -188,82 +156,225 @@ class WorkDirectory:
     def record(self, finished: FinishedFile) -> None:
         """Note that a file is complete; it must be durable already. Safe to call from any worker."""
         assert self._journal is not None
-        line = json.dumps(asdict(finished)).encode() + b"\n"
-        with self._writing:
+        line = to_line(finished)
+        with self._writing, named(self.file(JOURNAL)):
             end = os.fstat(self._journal).st_size
             if os.write(self._journal, line) != len(line):
                 os.ftruncate(self._journal, end)  # the next line must not continue this one
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.file(JOURNAL)))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._journal)
             self.finished[finished.name] = finished
 
+    def require_intact(self) -> None:
+        """Refuse to publish if a finished file was altered since: workers hashed what they wrote, not what is there."""
+        for entry in self.finished.values():
+            if not is_intact(self.file(entry.name), entry):
+                raise DataError(
+                    "this finished file was altered before it was published; the recorded digest is another",
+                    code="E0815",
+                    file=self.file(entry.name),
+                    remedy="find out what writes there, then run the same command: it makes this file again",
+                )
+
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, manifest: bytes, stale: set[str]) -> None:
-        """Turn the finished files into a container. `stale`: files of the container replaced that it does not have.
+    def publish(self, manifest: bytes, *, replace: bool) -> None:
+        """Turn the finished files into a container; `replace`: over what the container in the output lists.
 
-        Everything listed in the manifest must be durable in the work directory.
+        Everything listed in the manifest must be durable in the work directory. Raises `RequestError` (E0811), with
+        all work kept, if anything else is in the way.
         """
-        write_durably(self.file(STALE), json.dumps(sorted(stale)).encode())
-        write_durably(self.file(MANIFEST), manifest)
+        if replace:
+            try:
+                old = (self.output / MANIFEST).read_bytes()
+            except FileNotFoundError:
+                old = read_own(self.file(REPLACED)) if is_there(self.file(REPLACED)) else b""
+            write_durably(self.file(REPLACED), old, self.lacks)
+        else:
+            self.file(REPLACED).unlink(missing_ok=True)
+        temporary = self.file(".decided.json")  # another name: nothing is decided before it is checked
+        write_durably(temporary, manifest, self.lacks)
+        self._require_free(read_manifest(temporary))
+        temporary.replace(self.file(MANIFEST))
+        sync_directory(self.path, self.lacks)
         self.finish_publication()
 
     def finish_publication(self) -> Manifest:
         """Move the files into place, the manifest last; may be repeated after a crash, and needs no source."""
-        manifest = read_manifest(self.file(MANIFEST))
-        stale: list[str] = json.loads(self.file(STALE).read_bytes())
-        (self.output / MANIFEST).unlink(missing_ok=True)
-        sync_directory(self.output)
-        for name, known in manifest.files.items():
-            if self.file(name).is_file():
-                # a link of that name in the output is replaced, its target is not touched
-                self.file(name).replace(self.output / name)
-            elif not (self.output / name).is_file() or (self.output / name).stat().st_size != known.nbytes:
-                raise DataError(
-                    "a finished file of an interrupted publication is gone",
-                    code="E0805",
-                    file=self.output / name,
-                    remedy=f"delete {self.path} and convert again",
-                )
-        for name in stale:
-            (self.output / name).unlink(missing_ok=True)
-        sync_directory(self.output)
-        self.file(MANIFEST).replace(self.output / MANIFEST)
-        sync_directory(self.output)
+        manifest = self._decided()
+        last = self.output / MANIFEST
+        if not (is_there(last) and os.path.samestat(last.lstat(), self.file(MANIFEST).lstat())):
+            self._require_complete(manifest)
+            self._require_free(manifest)
+            old, any_name = self._replaced()
+            if is_there(last):  # the old container's, which stayed whole until here
+                last.unlink()
+                sync_directory(self.output, self.lacks)
+            for name in manifest.files:
+                if is_regular(self.file(name)):
+                    self._place(name, replace=any_name or name in old)
+            for name in old.keys() - manifest.files.keys():
+                path = self.output / name
+                if is_regular(path) and path.lstat().st_size == old[name].nbytes:
+                    path.unlink()
+            sync_directory(self.output, self.lacks)
+            self._place(MANIFEST, replace=False)
+        sync_directory(self.output, self.lacks)
+        self.file(MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(self.path)
-        sync_directory(self.output)
+        sync_directory(self.output, self.lacks)
         return manifest
+
+    def give_up(self) -> None:
+        """Discard a publication that cannot be finished; nobody can say any more which files it moved already."""
+        if is_there(self.output / MANIFEST):  # then it moved none: the old container is whole
+            self._discard({LOCK})
+            return
+        self.file(REPLACED).unlink(missing_ok=True)
+        write_durably(self.file(REPLACED), b"", self.lacks)
+        self._discard({LOCK, REPLACED})
+
+    def _decided(self) -> Manifest:
+        """The manifest of the publication that was decided."""
+        path = self.file(MANIFEST)
+        if not is_regular(path):
+            raise not_a_file(path)
+        try:
+            return read_manifest(path)
+        except DataError as error:
+            raise DataError(f"the manifest of an unfinished publication is damaged: {error.message}", code="E0812",
+                            file=path, remedy=DAMAGED_WORK) from None  # fmt: skip
+
+    def _replaced(self) -> tuple[Mapping[str, FileDigest], bool]:
+        """(what the container that is replaced lists, whether any name may be overwritten since it cannot say)."""
+        if not is_there(self.file(REPLACED)):
+            return {}, False
+        try:
+            if is_regular(self.file(REPLACED)):
+                return read_manifest(self.file(REPLACED)).files, False
+        except DataError:
+            pass
+        return {}, True
+
+    def _require_free(self, manifest: Manifest) -> None:
+        """Refuse to overwrite what is not the replaced container's; links of its names give way, targets are kept."""
+        old, any_name = self._replaced()
+        for name in [*manifest.files, MANIFEST]:
+            target = self.output / name
+            if not is_there(target):
+                continue
+            replaceable = any_name or name in old or (name == MANIFEST and is_there(self.file(REPLACED)))
+            if (target.is_dir() and not target.is_symlink()) or not (replaceable or self._is_ours(name, manifest)):
+                raise in_the_way(target)
+
+    def _is_ours(self, name: str, manifest: Manifest) -> bool:
+        """Whether a file in the output is the very one that a publication cut short put there."""
+        target, source = self.output / name, self.file(name)
+        if is_regular(source):
+            return os.path.samestat(target.lstat(), source.lstat())
+        return name in manifest.files and is_regular(target)  # moved; `_require_complete` looked at what is in it
+
+    def _require_complete(self, manifest: Manifest) -> None:
+        """Every file that is listed is in the work directory or was moved already, and holds what the manifest says."""
+        try:
+            _, entries = from_lines(read_own(self.file(JOURNAL)))
+        except (OSError, PagestoneError, ValueError, KeyError, TypeError, RecursionError):
+            entries = []  # digests decide alone
+        recorded = {e.name: e for e in entries}
+        experts = {e.file: e.experts for e in manifest.layers}
+        # as long as the old container is whole, nothing was moved
+        moved = not is_there(self.output / MANIFEST)
+        for name, known in manifest.files.items():
+            place = self.output / name if moved and not is_there(self.file(name)) else self.file(name)
+            if not _holds(place, known, recorded.get(name), experts.get(name, 0)):
+                raise DataError(
+                    "a finished file of an interrupted publication is gone, or was altered",
+                    code="E0805",
+                    file=place,
+                    remedy=DAMAGED_WORK,
+                )
+
+    def _place(self, name: str, *, replace: bool) -> None:
+        """Move one file into the output. A name that may not be replaced is linked: that cannot overwrite."""
+        source, target = self.file(name), self.output / name
+        if replace:
+            source.replace(target)  # where the output has a link, the link goes and its target is not touched
+            return
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            if not os.path.samestat(target.lstat(), source.lstat()):
+                raise in_the_way(target) from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if is_there(target):
+                raise in_the_way(target) from None
+            source.replace(target)
+
+
+def _holds(path: Path, known: FileDigest, entry: FinishedFile | None, experts: int) -> bool:
+    """Whether a file is the one a manifest lists. The time of its last write speaks for it; else its digest does."""
+    if not is_regular(path):
+        return False
+    status = path.lstat()
+    if status.st_size != known.nbytes:
+        return False
+    # moving it changed its change time
+    if entry is not None and entry.xxh3 == known.xxh3.hex() and entry.stamp[:2] == (known.nbytes, status.st_mtime_ns):
+        return True
+    return file_digest(path, experts) == known.xxh3
+
+
+def in_the_way(path: Path) -> RequestError:
+    """The refusal to overwrite what is not a container's."""
+    return RequestError(
+        "nothing expected where a file of the container goes, found something that appeared during the conversion",
+        code=IN_THE_WAY,
+        file=path,
+        remedy="move it elsewhere, then run the same command: all work is kept",
+    )
 
 
 def open_work(output: Path) -> WorkDirectory:
     """Create (if need be) and lock the work directory of `output`.
 
-    Raises `RequestError` if another conversion holds it, `MachineError` if the directory cannot be written.
+    Raises `RequestError` if another conversion holds it, `MachineError` if the directory cannot be written. Where the
+    file system has no locks, the work directory says so in `lacks`.
     """
     path = output / PARTIAL
     if path.is_symlink():
         raise RequestError("a work directory expected, found a link", code="E0801", file=path, remedy="remove the link")
+    lacks: set[str] = set()
     with machine_errors(output, "creating the output directory"):
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = open_own(path / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        _take(lock, path, output, lacks)
+    except BaseException:
+        os.close(lock)
+        raise
+    return WorkDirectory(output, lock, lacks)
+
+
+def _take(lock: int, path: Path, output: Path, lacks: set[str]) -> None:
+    """Lock the lock file, and make sure that it is still the one in the directory."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(lock)
         raise RequestError("another conversion is at work in this directory", code="E0802", file=output,
                            remedy="wait for it, or stop it") from None  # fmt: skip
     except OSError as error:
-        os.close(lock)
-        raise machine_error(error, path, "locking the work directory") from error
+        if error.errno not in UNSUPPORTED | {errno.ENOLCK}:
+            raise machine_error(error, path / LOCK, "locking the work directory") from error
+        lacks.add(LOCKS)
     try:
-        ours = os.path.samestat(os.fstat(lock), (path / LOCK).stat())
+        ours = os.path.samestat(os.fstat(lock), (path / LOCK).lstat())
     except FileNotFoundError:
         ours = False
     if not ours:  # whoever held it published, and removed it, between our opening and locking it
-        os.close(lock)
         raise RequestError("another conversion ended in this directory just now", code="E0802", file=output,
                            remedy="run the same command again") from None  # fmt: skip
-    return WorkDirectory(output, lock)
 
 
 def published(output: Path) -> Manifest | None:
@@ -273,21 +384,30 @@ def published(output: Path) -> Manifest | None:
 
 def publication_pending(output: Path) -> bool:
     """Whether a publication was decided but not carried out to its end."""
-    return (output / PARTIAL / MANIFEST).is_file()
+    return is_there(output / PARTIAL / MANIFEST)
 
 
-def finish_interrupted(output: Path) -> Manifest | None:
-    """Carry out a publication that a crash cut short; None if there is none to finish."""
+def finish_interrupted(output: Path, *, force: bool = False) -> Manifest | None:
+    """Carry out a publication that a crash cut short; None if there is none to finish.
+
+    One that is damaged raises `DataError` or `RequestError`; with `force` it is given up, and None returned.
+    """
     if not publication_pending(output):
         return None
     with open_work(output) as work, machine_errors(output, "publishing the container"):
-        return work.finish_publication()
+        try:
+            return work.finish_publication()
+        except PagestoneError as error:
+            if not force or error.code == IN_THE_WAY:
+                raise
+            work.give_up()
+            return None
 
 
-def check_output(output: Path, ours: set[str]) -> None:
-    """Refuse an output directory that holds something other than a container or the work of one.
+def check_output(output: Path, *, force: bool) -> None:
+    """Refuse an output directory that holds anything but the work of a conversion, or a container to be replaced.
 
-    `ours` are the names this job will write; links of those names are replaced, files are not without a manifest.
+    A manifest that is damaged is a container's if other files of one lie beside it.
     """
     if not output.exists():
         return
@@ -295,12 +415,25 @@ def check_output(output: Path, ours: set[str]) -> None:
         raise RequestError(
             "an output directory expected, found a file", code="E0806", file=output, remedy="give another --output"
         )
-    with machine_errors(output, "listing the output directory"):
-        present = {p.name for p in output.iterdir() if not p.is_symlink()} - {PARTIAL}
-    if not (output / MANIFEST).is_file() and present & ours:
-        raise RequestError(
-            f"an empty directory or a container expected, found other files, among them {sorted(present & ours)[0]}",
-            code="E0807",
-            file=output,
-            remedy="give another --output; nothing here is overwritten",
-        )
+    with machine_errors(output, "reading the output directory"):
+        present = {p.name for p in output.iterdir()} - {PARTIAL}
+    if not present:
+        return
+    remains = is_there(output / PARTIAL / REPLACED) or was_container(output)
+    if force and remains:
+        return
+    raise RequestError(
+        f"an empty directory or a container expected, found {len(present)} other file(s), among them {min(present)}",
+        code="E0807",
+        file=output,
+        remedy="move them away, or give an --output that is not there yet or is empty; nothing here was touched"
+        + ("; or use --force: these are a container's remains" if remains else ""),
+    )
+
+
+def was_container(output: Path) -> bool:
+    """Whether a directory holds a container: a manifest that can be read, or one that cannot and files of one."""
+    try:
+        return published(output) is not None
+    except DataError:
+        return any(p.name == EXPERTS or LAYER_NAME.fullmatch(p.name) for p in output.iterdir())

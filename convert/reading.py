@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagestone.convert.publish import machine_errors
+from pagestone.convert.machine import machine_errors
 from pagestone.convert.sources import LayerSource, MatrixSource, Range
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError

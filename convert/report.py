@@ -7,11 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from pagestone.convert.machine import disk_space
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
-from pagestone.convert.prepare import Outcome, disk_space
+from pagestone.convert.prepare import Outcome
 from pagestone.convert.sources import LayerSource
-from pagestone.formats.text import shown_lines
 
+ALREADY = (
+    "already there, nothing to do; headers, config and side files were compared with the source, the data of tensors "
+    "were not (`verify --source` compares them, --force converts again)"
+)
 FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
 
 
@@ -91,10 +95,16 @@ def plan_text(plan: Plan, output: Path) -> str:
     lines += [
         "",
         f"reads {size(plan.bytes_in)}, writes {size(plan.bytes_out)} in {len(plan.files) + 2} files; "
-        f"disk space free: {size(free)}{'' if free > plan.bytes_out else ' - NOT ENOUGH'}",
+        f"disk space free: {_free(free, plan.bytes_out)}",
     ]
     lines += [f"warning: {w}" for w in plan.warnings]
-    return shown_lines(lines)
+    return "\n".join(lines)
+
+
+def _free(free: int | None, needed: int) -> str:
+    if free is None:
+        return "the file system does not say"
+    return size(free) + ("" if free > needed else " - NOT ENOUGH")
 
 
 def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, Any]:
@@ -117,7 +127,7 @@ def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, A
 def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
     """What a conversion prints for people."""
     table = outcome_table(outcome, output, seconds)
-    words = {"converted": "converted", "already there": "already there, nothing to do (--force converts again)",
+    words = {"converted": "converted", "already there": ALREADY,
              "finished publishing": "an interrupted run had all but published it: finished"}  # fmt: skip
     lines = [
         f"{output}: {words[outcome.state]}",
@@ -130,4 +140,4 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
             else []
         ),
     ]
-    return shown_lines(lines)
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagestone.convert.publish import machine_errors
+from pagestone.convert.machine import machine_errors
 from pagestone.formats.strict_json import loads
 
 SIDE_FILE_LIMIT = 64 << 20

@@ -7,51 +7,89 @@ fsync long and other programs slow.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
+from pagestone.convert.machine import DIRECT, RESERVE, UNSUPPORTED, Stamp, named, stamp_of
 from pagestone.convert.reading import page_buffer
 from pagestone.formats.digests import Hasher
 from pagestone.formats.layout import PAGE, align_up
 
 CHUNK = 1 << 20
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class OutputFile:
-    """A file of known length whose whole pages are written at known offsets, from any thread."""
+    """A file of known length whose whole pages are written at known offsets, from any thread.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
-        path.unlink(missing_ok=True)
+    `lacks` is told what the file system turns out not to have. Every `OSError` names the file.
+    """
+
+    def __init__(self, path: Path, nbytes: int, lacks: set[str]) -> None:
+        self.path, self.nbytes, self._lacks = path, nbytes, lacks
+        self.stamp: Stamp = (0, 0, 0)
+        """The file's stamp, once it is finished."""
+        self._handle = self._create()
+        self._open = True
+        try:
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def _create(self) -> int:
+        self.path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._handle = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            return os.open(self.path, flags | O_DIRECT, 0o644)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: this file system knows no O_DIRECT (tmpfs)
+            if error.errno not in UNSUPPORTED:
                 raise
-            path.unlink(missing_ok=True)
-            self._handle = os.open(path, flags, 0o644)
+        self._lacks.add(DIRECT)
+        self.path.unlink(missing_ok=True)  # some file systems refuse after they have made the file
+        return os.open(self.path, flags, 0o644)
+
+    def _reserve(self) -> None:
+        """Take the file's space; a full disk shows here, before any work for this file is done."""
+        if not hasattr(os, "posix_fallocate"):
+            return
         try:
-            # a full disk shows here, before any work for this file is done
-            os.posix_fallocate(self._handle, 0, max(1, nbytes))
+            with named(self.path):
+                os.posix_fallocate(self._handle, 0, max(1, self.nbytes))
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                os.close(self._handle)
+            if error.errno not in UNSUPPORTED | {errno.EPERM}:
                 raise
-        self._open = True
+            self._lacks.add(RESERVE)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write whole pages from a page-aligned buffer at a page-aligned offset."""
         assert offset % PAGE == 0 and len(data) % PAGE == 0, (offset, len(data))
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._handle, data[done:], offset + done)
+        with named(self.path):
+            while done < len(data):
+                done += self._write_some(data[done:], offset + done)
+
+    def _write_some(self, data: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._handle, data, offset)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        # a file system may take the flag and then refuse the write; another thread may have found out already
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        if flags & O_DIRECT:
+            self._lacks.add(DIRECT)
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags & ~O_DIRECT)
+        return os.pwrite(self._handle, data, offset)
 
     def finish(self) -> None:
         """Cut the file to its length, make it durable and close it."""
-        os.ftruncate(self._handle, self.nbytes)
-        os.fsync(self._handle)
-        self.close()
+        with named(self.path):
+            os.ftruncate(self._handle, self.nbytes)
+            os.fsync(self._handle)
+            self.stamp = stamp_of(os.fstat(self._handle))
+            self.close()
 
     def close(self) -> None:
         """Close without promising anything; may be called twice."""
@@ -63,12 +101,17 @@ class OutputFile:
 class StreamWriter:
     """Writes a file from front to back in chunks, hashing what it writes."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._file = OutputFile(path, nbytes)
+    def __init__(self, path: Path, nbytes: int, lacks: set[str]) -> None:
+        self._file = OutputFile(path, nbytes, lacks)
         self._buffer = page_buffer(CHUNK)
         self._fill = 0
         self._offset = 0
         self._hasher = Hasher()
+
+    @property
+    def stamp(self) -> Stamp:
+        """The file's stamp, once it is finished."""
+        return self._file.stamp
 
     def append(self, data: bytes | memoryview) -> None:
         """Add bytes at the end."""

@@ -29,7 +29,7 @@ from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PARTS, LayerLayout, Slot
-from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, no_container, read_manifest
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
 
 if TYPE_CHECKING:
@@ -340,16 +340,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
 
 def _open(root: Path) -> Container:
     if not (root / MANIFEST).is_file():
-        unfinished = (root / ".pagestone-partial").is_dir()
-        found = "an unfinished conversion" if unfinished else "none" if root.is_dir() else "no such directory"
-        raise RequestError(
-            f"a container with {MANIFEST} expected, found {found}",
-            code="E0331",
-            file=root,
-            remedy="run the prepare command again to finish it"
-            if unfinished
-            else "give the directory that a prepare command made",
-        )
+        raise no_container(root)
     with MachineErrors(root / MANIFEST, "reading"):
         manifest = read_manifest(root / MANIFEST)
     codecs.get(manifest.codec, manifest.parameters)

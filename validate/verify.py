@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pagestone.formats.dtypes import Array
-from pagestone.formats.errors import PagestoneError, RequestError
+from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
-from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, no_container, read_manifest
 from pagestone.validate import checks
 from pagestone.validate.dense import check_dense_tensors
 from pagestone.validate.findings import Finding, Report, of_error
@@ -28,12 +28,7 @@ def verify(
     is not one that can be compared.
     """
     if not (root / MANIFEST).is_file():
-        raise RequestError(
-            f"a container with {MANIFEST} expected, found none",
-            code="E0331",
-            file=root,
-            remedy="give the directory that a prepare command made",
-        )
+        raise no_container(root)
     report = Report()
     try:
         manifest = read_manifest(root / MANIFEST)
@@ -66,7 +61,6 @@ def verify(
                 report.add(checks.check_dense(root, dense))
                 report.add(checks.check_index(root, layers, dense))
                 report.add(checks.check_config(root, manifest, codec, layers, dense))
-                report.add(checks.check_zeros(root, columns, layers, dense) if columns is not None else [])
             except (PagestoneError, OSError) as error:
                 report.add([of_error(error, "")])
         if comparison is not None:

@@ -17,25 +17,19 @@ import pytest
 from kits.checkpoints import T_BLOCK, T_ORDER, sparse_model, write_checkpoint
 from kits.cli import pagestone, refused
 from kits.containers import assert_is_definition, container_id, contents
+from kits.conversions import run, stop_after
 
 from pagestone.convert import prepare as preparing
 from pagestone.convert import publish as publishing
-from pagestone.convert.prepare import Outcome, prepare
+from pagestone.convert.prepare import prepare
 from pagestone.convert.publish import JOURNAL, LOCK, PARTIAL, open_work
 from pagestone.formats import codecs
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import read_manifest
+from pagestone.reader.container import open_container
 from pagestone.validate.verify import verify
 
 SPEC = T_ORDER.having(layers=4)
-
-
-class Stopped(Exception):
-    """What a test throws into a conversion."""
-
-
-def run(source: Path, output: Path, codec: str = "int8", **how) -> Outcome:
-    return prepare(source, output, codecs.get(codec), **{"workers": 2, **how})
 
 
 @pytest.fixture
@@ -48,22 +42,6 @@ def wanted(source, tmp_path) -> dict[str, bytes]:
     """What an undisturbed conversion gives."""
     run(source, tmp_path / "undisturbed")
     return contents(tmp_path / "undisturbed")
-
-
-def stop_after(source: Path, output: Path, share: float, codec: str = "int8", **how) -> None:
-    """Run a conversion that stops, as if interrupted, once this share of the source is done."""
-    total = sum(f.stat().st_size for f in source.iterdir())
-    done = 0
-
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if done >= share * total:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run(source, output, codec, progress=progress, workers=1, **how)
-    assert not (output / "manifest.json").exists()
 
 
 def stamps(root: Path) -> dict[str, tuple[int, int]]:
@@ -132,10 +110,10 @@ def test_half_done_files_give_their_space_back(source, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(preparing, "preflight", lambda plan, work: seen.extend(p.name for p in work.path.iterdir()))
     with open_work(output) as work:
-        journal = json.loads(work.file(JOURNAL).read_text().splitlines()[0])
-        work.begin(journal, force=False)
+        job, *lines = map(json.loads, work.file(JOURNAL).read_text().splitlines())
+        work.begin(job, {line["name"]: (line["nbytes"], len(line["records"])) for line in lines}, force=False)
         preparing.preflight(None, work)
-        assert set(seen) == {LOCK, JOURNAL, *work.finished}
+        assert set(seen) == {LOCK, JOURNAL, *work.finished} and work.finished
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
@@ -350,6 +328,9 @@ def publication_steps(monkeypatch, fail_at: int | None) -> list[str]:
 
     for kind in ("replace", "unlink"):
         monkeypatch.setattr(Path, kind, counted(kind, getattr(Path, kind)))
+    link = counted("link", lambda source, target: link_file(source, target))
+    link_file = os.link
+    monkeypatch.setattr(publishing.os, "link", link)
     rmtree = shutil.rmtree
 
     def counted_rmtree(path, *args, **kwargs):
@@ -362,11 +343,11 @@ def publication_steps(monkeypatch, fail_at: int | None) -> list[str]:
     monkeypatch.setattr(publishing.shutil, "rmtree", counted_rmtree)
     publish = publishing.WorkDirectory.publish
 
-    def observed(self, *args):
+    def observed(self, *args, **how):
         nonlocal active
         active = True
         try:
-            return publish(self, *args)
+            return publish(self, *args, **how)
         finally:
             active = False
 
@@ -419,6 +400,11 @@ def test_crash_at_every_step_of_publication(tmp_path, over):
             assert again.manifest.container_id == container_id(tmp_path / "fp8")
         else:
             finished += 1
+            if not (output / "manifest.json").exists():
+                for opened in (open_container, verify):
+                    with pytest.raises(RequestError, match="E0810") as caught:
+                        opened(output)
+                    assert "same prepare command" in caught.value.remedy
             outcome = prepare(tmp_path / "gone", output, codecs.get("fp8"), workers=1)
             assert outcome.state == "finished publishing"
         assert contents(output) == new and not (output / PARTIAL).exists(), step
@@ -487,15 +473,15 @@ def test_failing_system_calls(tmp_path, monkeypatch, call):
 
 @pytest.mark.parametrize("name", ["layers-00.safetensors", "config.json", "manifest.json", "tokenizer.json"])
 def test_link_in_the_output_is_replaced(source, wanted, tmp_path, name):
-    """A link where a file goes is replaced; what it points to keeps every byte."""
+    """A link in place of a file of the container that is replaced gives way; what it points to keeps every byte."""
     output = tmp_path / "o"
-    output.mkdir()
+    run(source, output, "fp8")
     (tmp_path / "precious").write_bytes(b"mine")
+    (output / name).unlink()
     (output / name).symlink_to(tmp_path / "precious")
-    if name == "manifest.json":  # a manifest that is none: only --force goes on
-        with pytest.raises(DataError):
-            run(source, output)
-    run(source, output, force=name == "manifest.json")
+    with pytest.raises((DataError, RequestError)):
+        run(source, output)
+    run(source, output, force=True)
     assert contents(output) == wanted
     assert (tmp_path / "precious").read_bytes() == b"mine" and not (output / name).is_symlink()
 
@@ -503,28 +489,13 @@ def test_link_in_the_output_is_replaced(source, wanted, tmp_path, name):
 def test_link_into_the_source_is_replaced(source, wanted, tmp_path):
     """Also where the link leads to the source's own file."""
     output = tmp_path / "o"
-    output.mkdir()
+    run(source, output, "fp8")
     for name in ("config.json", "tokenizer.json"):
+        (output / name).unlink()
         (output / name).symlink_to(source / name)
     before = contents(source)
-    run(source, output)
+    run(source, output, force=True)
     assert contents(source) == before and contents(output) == wanted
-
-
-@pytest.mark.parametrize("name", ["layers-00.safetensors", "config.json", "manifest.json.txt"])
-def test_foreign_files(source, wanted, tmp_path, name):
-    """A directory that holds files of our names without a manifest is refused; other files are let be."""
-    output = tmp_path / "o"
-    output.mkdir()
-    (output / name).write_text("mine")
-    if name == "manifest.json.txt":
-        run(source, output)
-        assert contents(output) == wanted | {name: b"mine"}
-        return
-    with pytest.raises(RequestError, match="E0807"):
-        run(source, output)
-    assert contents(output) == {name: b"mine"}
-    assert not (output / PARTIAL).exists()
 
 
 @pytest.mark.parametrize(

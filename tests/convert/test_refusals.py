@@ -144,10 +144,11 @@ def test_cache_blobs_are_never_written(tmp_path):
     source = made(tmp_path / "snapshot", links=True)
     before = contents(tmp_path / "blobs")
     assert pagestone("prepare-int8", source, "-o", tmp_path / "o").returncode == 0
-    (tmp_path / "o2").mkdir()
+    assert pagestone("prepare-fp8", source, "-o", tmp_path / "o2").returncode == 0
     for name in ("config.json", INDEX, "tokenizer.json"):
+        (tmp_path / "o2" / name).unlink()
         (tmp_path / "o2" / name).symlink_to(source / name)
-    assert pagestone("prepare-int8", source, "-o", tmp_path / "o2").returncode == 0
+    assert pagestone("prepare-int8", source, "-o", tmp_path / "o2", "--force").returncode == 0
     assert contents(tmp_path / "blobs") == before
     assert contents(tmp_path / "o") == contents(tmp_path / "o2")
 

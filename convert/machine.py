@@ -1,0 +1,182 @@
+"""The file system as a conversion uses it: errors that name their file, durable writes, and services it may lack.
+
+What only makes a conversion faster or safer is asked for and not required: a file system that has none of it is written
+all the same, and the user is told once (`LACKS`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagestone.formats.errors import MachineError, RequestError
+
+Stamp = tuple[int, int, int]
+"""(length in bytes, modification time in ns, change time in ns) of a file: what a write cannot leave as it was.
+
+The change time is the file system's own: no program can set it back. The inode is left out. Where change times are kept
+it adds nothing, and some network file systems give a file another inode each time it is looked up.
+"""
+
+UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""What file systems answer to a service they do not have."""
+
+LOCKS, DIRECT, RESERVE, SYNC, SPACE = "locks", "direct writes", "reserving space", "syncing directories", "free space"
+LACKS = {
+    LOCKS: "no locks here: make sure yourself that no second conversion works in this directory",
+    DIRECT: "no direct writes here: files go through the page cache, which is slower and no less safe",
+    RESERVE: "no space can be reserved here: a full disk shows only while files are written",
+    SYNC: "directories cannot be synced here: a power cut soon after the end may undo the publication; "
+    "the same command then does it again",
+    SPACE: "the file system does not say how much space is free: that was not checked in advance",
+}
+"""Services a file system may lack, and what the user is told then."""
+
+_REMEDIES = {
+    errno.ENOSPC: "free space on that disk, or give another --output; then run the same command to continue",
+    errno.EDQUOT: "your disk quota is used up: free space, then run the same command to continue",
+    errno.EFBIG: "the file size limit of this shell or file system is too low (ulimit -f): raise it and run again",
+    errno.EACCES: "give a directory you may write to",
+    errno.EPERM: "give a directory you may write to",
+    errno.EROFS: "the file system is read-only: give another --output",
+    errno.EIO: "the disk reports an I/O error: check it and its log before anything else, then run the same command",
+    errno.EMFILE: "raise the limit of open files (ulimit -n) and run again",
+}
+_READING = {
+    errno.EACCES: "give yourself the right to read it, then run the same command again",
+    errno.EPERM: "give yourself the right to read it, then run the same command again",
+    errno.ENOENT: "the file was here when the work began: put it back, then run the same command again",
+    errno.ESTALE: "the server replaced the file: run the same command again",
+    errno.EIO: "the disk reports an I/O error: check it and its log; if the file cannot be read, download it again",
+}
+
+
+def machine_error(error: OSError, path: str | os.PathLike[str], doing: str) -> MachineError:
+    """An operating system error in the project's words; `doing` completes "while ..."."""
+    reason = error.strerror or str(error)
+    table = _REMEDIES | _READING if doing.startswith("reading") else _REMEDIES
+    remedy = table.get(error.errno or 0, "fix the cause and run the same command again; finished work is kept")
+    return MachineError(f"{reason} while {doing}", code="E0901", file=error.filename or path, remedy=remedy)
+
+
+@contextmanager
+def machine_errors(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
+    """Turn `OSError` and `MemoryError` into `MachineError`; `path` is named where the error names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise machine_error(error, path, doing) from error
+    except MemoryError:
+        raise MachineError(
+            f"out of memory while {doing}", code="E0902", file=path, remedy="use fewer --workers, or free memory"
+        ) from None
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let an `OSError` that names no file (of a read, a write, an fsync) name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """The stamp of a file."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a regular file lies there; a link to one is none."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything of that name is there, be it a link that points nowhere."""
+    return os.path.lexists(path)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file in our own work directory.
+
+    Whoever may write there may also put a link or a pipe there: no link is followed and no pipe waited for. Raises
+    `RequestError` (E0814) for anything but a regular file; `OSError` passes through.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise not_a_file(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise not_a_file(path)
+    return handle
+
+
+def not_a_file(path: Path) -> RequestError:
+    """The refusal of something in the work directory that is no regular file."""
+    return RequestError(
+        "a regular file expected in the work directory, found a link, a pipe or a directory",
+        code="E0814",
+        file=path,
+        remedy="find out who put it there and remove it; nothing was written through it",
+    )
+
+
+def read_own(path: Path) -> bytes:
+    """All of a file in our own work directory; see `open_own`."""
+    with named(path), open(open_own(path, os.O_RDONLY), "rb") as handle:
+        return handle.read()
+
+
+def sync_directory(path: Path, lacks: set[str]) -> None:
+    """Make renames and unlinks in a directory durable; `lacks` gets SYNC if the file system cannot."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            error.filename = os.fspath(path)
+            raise
+        lacks.add(SYNC)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, data: bytes, lacks: set[str]) -> None:
+    """Write a small file whole or not at all, and make it durable."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with named(temporary), open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent, lacks)
+
+
+def disk_space(output: Path) -> int | None:
+    """Free bytes of the file system on which `output` is or will be; None if it does not say."""
+    place = output.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    with machine_errors(output, "asking for free space"):
+        try:
+            status = os.statvfs(place)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            return None
+    if status.f_blocks == 0:  # no file system is that small: it does not know
+        return None
+    return status.f_bavail * status.f_frsize
