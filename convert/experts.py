@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
 from pagestone.convert.family import Family, Fused, depth_of
 from pagestone.convert.scales import ACTIVATION_SUFFIXES, UNREAD, block_size, resolve
+from pagestone.convert.sizes import check_sizes
 from pagestone.convert.sources import LayerSource, Tensors
 from pagestone.formats.dtypes import FLOATS
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.layout import PARTS, ExpertShape
 from pagestone.formats.quantised import KINDS, SCALE_DTYPES
+from pagestone.formats.strict_json import whole
 
 ID = r"(0|[1-9][0-9]{0,8})"
 ROLES = {
@@ -54,7 +56,8 @@ def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
     """Sort the checkpoint's expert tensors into layers.
 
     Raises `DataError` for a name below an experts module that the family does not claim, a missing part or expert, a
-    shape or scale that does not fit, two layouts in one layer; and if there are fewer MoE layers than the config says.
+    shape or scale that does not fit, two layouts in one layer; if there are fewer MoE layers than the config says, or
+    blocks of multi-token prediction that cannot be such; and for sizes that `check_sizes` refuses.
     """
     config = checkpoint.text_config
     depth = depth_of(config)
@@ -78,8 +81,10 @@ def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
             f"layer {missing[0]} is the first without experts",
             code="E0503", file=checkpoint.path, remedy="download the missing shards, or correct config.json",
         )  # fmt: skip
+    _check_mtp(checkpoint, family, found, depth)
     warnings: list[str] = []
     layers = tuple(_layer(checkpoint, family, key, found[key], warnings) for key in sorted(found))
+    warnings += check_sizes(checkpoint, family, layers, depth)
     return FoundExperts(layers, frozenset(activations), tuple(warnings))
 
 
@@ -125,6 +130,23 @@ def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[s
             )  # fmt: skip
         group[role] = tensor
     return found
+
+
+def _check_mtp(checkpoint: Checkpoint, family: Family, found: dict[tuple[str, int], _Found], depth: int) -> None:
+    """Blocks of multi-token prediction are numbered from 0 without a hole, and are no more than the config announces:
+    else a decoder layer that the config forgot would pass for one."""
+    numbers = sorted(number for block, number in found if block == "mtp")
+    announced = whole(checkpoint.text_config, family.mtp_field)
+    for want, number in enumerate(numbers):
+        if number == want and (announced is None or number < announced):
+            continue
+        said = "as many as there are" if announced is None else f"{announced} ({family.mtp_field})"
+        raise DataError(
+            f"experts in {depth} decoder layers, then in blocks of multi-token prediction 0, 1, ..., {said}, expected "
+            f"from config.json; found block {number} " + ("beyond them" if number == want else f"without block {want}"),
+            code="E0505", file=checkpoint.path / "config.json", tensor=found["mtp", number].prefix,
+            remedy="correct num_hidden_layers in config.json, or download the missing shards",
+        )  # fmt: skip
 
 
 def _claim(family: Family, tail: str) -> tuple[str | tuple[int, str], str] | None:

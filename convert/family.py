@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestone.formats.layout import PART_NAMES, PARTS
-from pagestone.formats.strict_json import MAX_LAYERS, whole, wholes
+from pagestone.formats.strict_json import MAX_LAYERS, not_whole, whole, wholes
 
 DECODERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
 """Where decoder layers stand: plain, and the two nestings multimodal checkpoints use."""
@@ -66,10 +66,15 @@ class Family:
     loads_parts: bool = True
     fused: Fused | None = None
     count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
+    hidden_field: str = "hidden_size"
+    size_fields: tuple[str, ...] = ("moe_intermediate_size",)
+    """Where the config states the intermediate size of a routed expert: a number, or a list with one a layer."""
     decoders: tuple[str, ...] = DECODERS
     mtp: tuple[str, ...] = ("mtp.layers",)
     mtp_as_extra_layer: bool = False
     """The MTP block stands as `model.layers.<num_hidden_layers>`."""
+    mtp_field: str = "mtp_num_hidden_layers"
+    """Where the config states how many MTP blocks there are."""
     dense_layers: Callable[[Config], frozenset[int]] = no_dense_layers
     linears: tuple[str, ...] = ATTENTION_LINEARS
     """Tails (below a layer) of the dense modules that a loader of block FP8 reads as codes: the plain linear layers.
@@ -79,6 +84,27 @@ class Family:
         """Experts per layer as the config states them, or None; `DataError` if it states something else there."""
         stated = [whole(config, field) for field in self.count_fields]
         return next((count for count in stated if count is not None), None)
+
+    def hidden_of(self, config: Config) -> int | None:
+        """The hidden size as the config states it, or None; `DataError` if it states something else there."""
+        return whole(config, self.hidden_field, 1)
+
+    def size_of(self, config: Config, layer: int, depth: int) -> tuple[str, int] | None:
+        """(field, intermediate size of a routed expert of `layer`) as the config states it, or None.
+
+        A list has an entry for each of `depth` decoder layers, of which those of dense layers mean nothing; MTP blocks
+        come after them, and it may be silent there. `DataError` for what is neither a number nor such a list.
+        """
+        field = next((f for f in self.size_fields if config.get(f) is not None), None)
+        if field is None:
+            return None
+        if not isinstance(config[field], list):
+            size = whole(config, field, 1)
+            return None if size is None else (field, size)
+        sizes = wholes(config, field)
+        if len(sizes) < depth:
+            raise not_whole(config, field, f"an integer, or {depth} of them, one a layer,", sizes)
+        return (field, sizes[layer]) if layer < len(sizes) else None
 
     @property
     def markers(self) -> frozenset[str]:

@@ -180,8 +180,7 @@ def make_plan(
         SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
     )
     _check_names(checkpoint, side, warnings)
-    announced = "num_nextn_predict_layers" if family.mtp_as_extra_layer else "mtp_num_hidden_layers"
-    if checkpoint.text_config.get(announced) and not any(s.block == "mtp" for s in found):
+    if checkpoint.text_config.get(family.mtp_field) and not any(s.block == "mtp" for s in found):
         warnings.append("config.json announces a multi-token-prediction block, the checkpoint has none")
     unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
     if unknown:

@@ -26,6 +26,7 @@ FAMILY = Family(
     count_fields=("n_routed_experts", "num_local_experts", "num_experts"),
     dense_layers=first_k_dense_layers,
     mtp_as_extra_layer=True,
+    mtp_field="num_nextn_predict_layers",
     linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS_OF_MANY,
     known=(*OUTER, *in_layers(NORMS, ATTENTION, DENSE_MLP, SHARED_EXPERTS, BIASED_ROUTER, EXTRA_LAYER)),
 )

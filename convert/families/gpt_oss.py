@@ -16,5 +16,6 @@ FAMILY = Family(
         down_bias="mlp.experts.down_proj_bias",
     ),
     count_fields=("num_local_experts", "num_experts"),
+    size_fields=("intermediate_size",),
     known=(*OUTER, *in_layers(NORMS, ATTENTION, r"mlp\.router\.(weight|bias)")),
 )

@@ -12,5 +12,6 @@ FAMILY = Family(
     loads_parts=False,
     fused=Fused(gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"),
     count_fields=("num_local_experts", "num_experts"),
+    size_fields=("intermediate_size",),
     known=(*OUTER, *in_layers(NORMS, ATTENTION, r"block_sparse_moe\.router\.layer\.weight")),
 )

@@ -11,6 +11,7 @@ FAMILY = Family(
     router="block_sparse_moe.gate.weight",
     parts=("w1", "w3", "w2"),
     count_fields=("num_local_experts", "num_experts"),
+    size_fields=("intermediate_size",),
     known=(
         *OUTER,
         *in_layers(NORMS, ATTENTION, r"block_sparse_moe\.(gate\.weight|e_score_correction_bias)"),

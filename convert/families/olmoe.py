@@ -8,5 +8,6 @@ FAMILY = Family(
     name="olmoe",
     model_types=("olmoe",),
     fused=Fused(),
+    size_fields=("intermediate_size",),
     known=(*OUTER, *in_layers(NORMS, ATTENTION, r"mlp\.gate\.weight")),
 )

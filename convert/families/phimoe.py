@@ -11,6 +11,7 @@ FAMILY = Family(
     router="block_sparse_moe.gate.weight",
     parts=("w1", "w3", "w2"),
     count_fields=("num_local_experts", "num_experts"),
+    size_fields=("intermediate_size",),
     known=(
         *OUTER,
         r"model\.norm\.bias|lm_head\.bias",

@@ -395,6 +395,18 @@ def test_experts_are_counted(make: Make, tmp_path: Path, name: str) -> None:
         plan_of(rewritten(source, tmp_path / "r", {n: t for n, t in tensors.items() if n not in routers}))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_compared(make: Make, tmp_path: Path, name: str) -> None:
+    """Every family says where its config states the sizes: another number there is an error."""
+    source, family = make(name, "wide"), families.registry()[name]
+    assert family.size_fields[0] == source.model.size_field
+    tensors = read_tensors(source.root)
+    for number, field in enumerate((family.hidden_field, source.model.size_field)):
+        with pytest.raises(DataError, match="E0517") as caught:
+            plan_of(rewritten(source, tmp_path / f"{number}", tensors, **{field: 256}))
+        assert field in caught.value.message and "256" in caught.value.message
+
+
 # hard case: a name with a path part of the family's expert block that the family does not claim is an error
 @pytest.mark.parametrize("name", MODELS)
 def test_unclaimed_names_below_the_experts(make: Make, tmp_path: Path, name: str) -> None:

@@ -34,6 +34,7 @@ def ticked(words: tuple[str, ...] | list[str]) -> str:
 def rows(f: Family) -> dict[str, str]:
     """Every row of a family's table, rendered from its file."""
     fused = f.fused
+    mtp = "layers from `num_hidden_layers` on" if f.mtp_as_extra_layer else ticked(f.mtp)
     found = {
         "model types": ticked(f.model_types),
         "experts module": f"`{f.experts}`",
@@ -42,8 +43,9 @@ def rows(f: Family) -> dict[str, str]:
         "fused tensors": "none" if fused is None else ticked([fused.gate_up, fused.down]),
         "router": f"`{f.router}`",
         "number of experts": ticked(f.count_fields),
+        "hidden and intermediate size": ticked([f.hidden_field, *f.size_fields]),
         "dense layers": DENSE[f.dense_layers],
-        "multi-token prediction": "layers from `num_hidden_layers` on" if f.mtp_as_extra_layer else ticked(f.mtp),
+        "multi-token prediction": f"{mtp}; how many: `{f.mtp_field}`",
         "path parts of the expert block": ticked(sorted(f.markers)),
         "dense modules that keep FP8 codes": ticked(f.linears),
     }
