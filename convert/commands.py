@@ -21,8 +21,9 @@ from pagestone.convert import report
 from pagestone.convert.plan import Plan
 from pagestone.convert.prepare import plan_for, prepare
 from pagestone.convert.publish import publication_pending
-from pagestone.formats import codecs
+from pagestone.formats import codecs, native
 from pagestone.formats.errors import Interrupted, RequestError
+from pagestone.formats.text import clipped, shown
 
 
 def default_workers() -> int:
@@ -40,7 +41,9 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
         if span[0] < span[1]:
             return span
     raise RequestError(
-        f"--layers expected as A:B with A < B, found {text!r}", code="E0001", remedy="for example --layers 0:2"
+        f"--layers expected as A:B with A < B, found {clipped(text, 40)!r}",
+        code="E0001",
+        remedy="for example --layers 0:2",
     )
 
 
@@ -135,6 +138,8 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
                 else report.plan_text(planned, output)
             )
             return
+        if (note := native.slow_note()) is not None:
+            print(f"note: {shown(note)}", file=sys.stderr)
         from tqdm import tqdm
 
         plan: Plan | None = None
@@ -158,7 +163,7 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
                 planned=plan,
             )
         for warning in outcome.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(f"warning: {shown(warning)}", file=sys.stderr)
         seconds = time.monotonic() - begun
         if as_json:
             print(json.dumps(report.outcome_table(outcome, output, seconds), indent=1))

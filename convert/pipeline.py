@@ -31,6 +31,8 @@ from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, LayerLayout
 
+ALL_ZERO = "all zero: "
+"""How the note begins that a dense matrix, whose name follows, holds nothing but zeros."""
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call, from any worker."""
 
@@ -225,13 +227,16 @@ def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
             writer.append(target.head())
             notes: Counter[str] = Counter()
             for tensor in target.tensors:
-                odd = 0
+                odd, some = 0, tensor.nbytes == 0 or len(tensor.shape) < 2
                 for piece, read, non_finite in pieces(shared.files, tensor, hands.chunk):
                     if shared.stop.is_set():
                         return
                     odd += non_finite
+                    some = some or bool(np.frombuffer(piece, np.uint8).any())
                     writer.append(piece)
                     shared.done(read)
+                if not some:
+                    notes[ALL_ZERO + tensor.name] = 1
                 if odd:
                     notes[f"{tensor.source.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is"] = odd
             whole = writer.finish().hex()

@@ -15,8 +15,8 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.journal import FinishedFile, file_digest
 from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, named, sync_directory
-from pagestone.convert.pipeline import Progress, convert
-from pagestone.convert.plan import Plan, check_paths, make_plan
+from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
+from pagestone.convert.plan import Plan, check_paths, make_plan, natural
 from pagestone.convert.publish import (
     JOURNAL,
     REPLACED,
@@ -160,7 +160,9 @@ def _convert(
         notes: Counter[str] = Counter()
         for finished in work.finished.values():
             notes.update(finished.notes)
-        warnings = sorted(notes.keys() - set(MATRIX_NOTES))
+        zero = {n.removeprefix(ALL_ZERO) for n in notes if n.startswith(ALL_ZERO)}
+        warnings = sorted(n for n in notes if n not in MATRIX_NOTES and not n.startswith(ALL_ZERO))
+        warnings += zero_warnings(plan, work.finished, zero)
         with machine_errors(output, "publishing the container"):
             manifest = assemble(plan, work, sha256=sha256)
             require_unchanged(plan, work.finished)
@@ -169,6 +171,28 @@ def _convert(
         warnings += [LACKS[what] for what in sorted(work.lacks)]
     counted = {what: notes[what] for what in MATRIX_NOTES if notes[what]}
     return Outcome("converted", manifest, (*plan.warnings, *warnings), counted)
+
+
+def zero_warnings(plan: Plan, finished: Mapping[str, FinishedFile], dense: set[str]) -> Iterator[str]:
+    """A sentence on expert matrices that are all zero, and one on the dense matrices named: their number, the first.
+
+    A download that reserved its space and never came to its end looks like this, and encodes without an error.
+    """
+    zero = [
+        f"{part} of {target.file.prefix}.{expert}"
+        for target in plan.layers
+        for expert, stats in enumerate(finished[target.name].stats)
+        for part, norm in zip(PARTS, stats[1::2], strict=True)
+        if norm == 0
+    ]
+    total = sum(t.file.count * len(PARTS) for t in plan.layers)
+    if zero:
+        yield f"{len(zero)} of {total} expert matrices are all zero, first {zero[0]}: is the source whole?"
+    routers = [name for name in dense if name.endswith("." + plan.family.router)]
+    if dense:
+        what = f"{len(routers)} of them routers, first" if routers else "first"
+        first = min(routers or dense, key=natural)
+        yield f"{len(dense)} dense matrices are all zero, {what} {first}: is the source whole?"
 
 
 def plan_for(

@@ -11,6 +11,7 @@ from pagestone.convert.machine import disk_space
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.prepare import Outcome
 from pagestone.convert.sources import LayerSource
+from pagestone.formats.text import shown_lines
 
 ALREADY = (
     "already there, nothing to do; headers, config and side files were compared with the source, the data of tensors "
@@ -98,7 +99,7 @@ def plan_text(plan: Plan, output: Path) -> str:
         f"disk space free: {_free(free, plan.bytes_out)}",
     ]
     lines += [f"warning: {w}" for w in plan.warnings]
-    return "\n".join(lines)
+    return shown_lines(lines)
 
 
 def _free(free: int | None, needed: int) -> str:
@@ -140,4 +141,4 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
             else []
         ),
     ]
-    return "\n".join(lines)
+    return shown_lines(lines)

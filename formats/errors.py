@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from pagestone.formats.text import clipped, shown
+
 
 class PagestoneError(Exception):
     """Base of all errors with a message meant for the user. `exit_code` is what the command line returns."""
@@ -31,10 +33,13 @@ class PagestoneError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The full text: `file: tensor: message (code)`, then the remedy on its own line."""
-        where = "".join(f"{part}: " for part in (self.file, self.tensor) if part)
-        text = f"{where}{self.message} ({self.code})"
-        return f"{text}\n  what to do: {self.remedy}" if self.remedy else text
+        """The full text: `file: tensor: message (code)`, then the remedy on its own line; safe for a terminal.
+
+        Names and words of files are in it as `formats.text.shown` writes them; the attributes keep them as they are.
+        """
+        where = "".join(f"{clipped(part)}: " for part in (self.file, self.tensor) if part)
+        text = shown(f"{where}{clipped(self.message)} ({self.code})")
+        return f"{text}\n  what to do: {shown(self.remedy)}" if self.remedy else text
 
 
 class DataError(PagestoneError):

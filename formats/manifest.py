@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from pagestone.formats import strict_json
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
+from pagestone.formats.layout import PAGE, PARTS
+from pagestone.formats.parquet_pages import footer_bytes, row_groups, unfolded_bytes
 from pagestone.formats.strict_json import brief
 
 MANIFEST = "manifest.json"
@@ -47,7 +49,8 @@ class Manifest:
     """The contents of manifest.json.
 
     `partial` is (first, end) of the decoder layers of a container made with --layers, else None; `source` holds facts
-    about where the weights came from (family, fingerprint, element types), none of them a path or a time.
+    about where the weights came from (family, fingerprint, element types), none of them a path or a time. Nobody may
+    need them: they may be absent, or anything that canonical JSON can hold.
     """
 
     codec: str
@@ -63,6 +66,11 @@ class Manifest:
         """Identity of the contents, 32 hexadecimal digits; see `digests.container_id`."""
         files = {name: f.xxh3 for name, f in self.files.items() if name not in NOT_IN_ID}
         return container_id(files, self.codec, self.parameters, SPEC_VERSION).hex()
+
+    @property
+    def matrices(self) -> int:
+        """Routed experts' matrices in all layers: the rows of experts.parquet."""
+        return len(PARTS) * sum(entry.experts for entry in self.layers)
 
     def to_bytes(self) -> bytes:
         """The bytes of manifest.json: canonical JSON that carries its own digest."""
@@ -230,6 +238,9 @@ def _layer_problem(manifest: Manifest) -> str | None:
     listed = {name for name in manifest.files if LAYER_NAME.fullmatch(name)}
     if named != listed:
         return f"{min(named ^ listed)} expected in both the list of layers and the list of files"
+    for e in manifest.layers:
+        if e.experts * PAGE > manifest.files[e.file].nbytes:  # no count is believed that the bytes do not confirm
+            return f"{e.file}: room for {e.experts} experts expected, found {manifest.files[e.file].nbytes} bytes"
     return None
 
 
@@ -276,21 +287,104 @@ def write_experts(path: str | os.PathLike[str], groups: Iterable[Mapping[str, Se
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
-def read_experts(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """The columns of experts.parquet as lists; `DataError` if it is damaged, lacks a column or has another type."""
+PAGES, FOOTER = 1 << 20, 1 << 19
+"""Bytes that the decompressed pages, and the footer, may take whatever the number of rows."""
+PAGES_ROW, FOOTER_ROW = 2048, 64
+"""Bytes a row on top of these. Real tables have about 300 and 10."""
+UNKNOWN = 1 << 14
+"""The most rows of a table whose number of rows nobody knows."""
+NULLABLE = ("scales_offset", "scales_bytes")
+
+
+def read_experts(path: str | os.PathLike[str], rows: int | None = None) -> dict[str, list[Any]]:
+    """The columns of experts.parquet as lists.
+
+    `rows` is how many there must be (`Manifest.matrices`); None for any number up to 16,384. It bounds what the file
+    may unfold to, and is compared before anything is read. Raises `DataError` (E031x) if the file is damaged, lacks a
+    column, has another type, another number of rows or a null where there is none, or unfolds to more than so many rows
+    can take. `OSError` of the read itself passes through. No thread is started.
+    """
+    import pyarrow as pa
+
+    def fail(message: str, code: str) -> DataError:
+        return DataError(message, code=code, file=path, remedy="restore experts.parquet, or convert again")
+
+    raw = _table_bytes(Path(path), UNKNOWN if rows is None else rows, fail)
+    try:
+        return _table(raw, rows, fail)
+    except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
+        raise fail(f"a Parquet file expected: {error}", "E0311") from None
+
+
+Fail = Callable[[str, str], DataError]
+
+
+def _table_bytes(path: Path, rows: int, fail: Fail) -> bytes:
+    """The whole file, unless it is longer than `rows` rows can be."""
+    limit = PAGES + FOOTER + rows * (PAGES_ROW + FOOTER_ROW)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise fail(f"a table of {rows} rows in at most {limit} bytes expected, found {size} bytes", "E0315")
+        return file.read(limit)
+
+
+def _table(raw: bytes, rows: int | None, fail: Fail) -> dict[str, list[Any]]:
+    """The columns of a Parquet file, after its footer and the headers of its pages were compared with `rows`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    remedy = "restore experts.parquet, or convert again"
-    try:
-        with Path(path).open("rb") as file:
-            table = pq.read_table(file)
-        columns = dict(table.to_pydict())
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: column names that are no UTF-8
-        raise DataError(f"a Parquet file expected: {error}", code="E0311", file=path, remedy=remedy) from None
-    found = {field.name: str(field.type) for field in table.schema}
+    most = UNKNOWN if rows is None else rows
+    if footer_bytes(raw) > FOOTER + FOOTER_ROW * most:
+        raise fail(f"a footer for {most} rows expected, found {footer_bytes(raw)} bytes", "E0315")
+    # bytes, not a Python file: Arrow's threads would call it, also while the interpreter ends
+    how: Any = {"pre_buffer": False, "thrift_container_size_limit": max(most, 64)}
+    file = pq.ParquetFile(pa.BufferReader(raw), **how)
+    metadata, schema = file.metadata, file.schema_arrow
+    if len(set(schema.names)) != len(schema.names):
+        raise fail(f"columns of different names expected, found {schema.names}", "E0311")
     for name, kind in COLUMNS:
-        if found.get(name) != {"float64": "double"}.get(kind, kind):
-            have = found.get(name, "none")
-            raise DataError(f"column {name} of {kind} expected, found {have}", code="E0312", file=path, remedy=remedy)
-    return columns
+        found = [str(f.type) for f in schema if f.name == name] or ["none"]
+        if found != [{"float64": "double"}.get(kind, kind)]:
+            raise fail(f"column {name} of {kind} expected, found {found[0]}", "E0312")
+    if metadata.num_rows > most or (rows is not None and metadata.num_rows != rows):
+        wanted = f"at most {most}" if rows is None else str(rows)
+        raise fail(f"{wanted} rows expected, found {metadata.num_rows}", "E0313")
+    names = [name for name, _ in COLUMNS]
+    _bounded(raw, metadata.num_rows, fail)
+    texts = [name for name, kind in COLUMNS if kind == "string"]  # as dictionaries: one text, however many rows have it
+    table = pq.ParquetFile(pa.BufferReader(raw), metadata=metadata, read_dictionary=texts, **how).read(
+        columns=names, use_threads=False
+    )
+    table.validate(full=True)
+    for name in names:
+        if name not in NULLABLE and table.column(name).null_count:
+            raise fail(f"column {name} without nulls expected, found {table.column(name).null_count}", "E0314")
+    return {name: [v for chunk in table.column(name).chunks for v in _values(chunk)] for name in names}
+
+
+def _values(chunk: Any) -> list[Any]:
+    """The values of an Arrow array; those of a dictionary share their objects."""
+    if not hasattr(chunk, "dictionary"):
+        return list(chunk.to_pylist())
+    known = chunk.dictionary.to_pylist()
+    return [known[index] for index in chunk.indices.to_pylist()]
+
+
+def _bounded(raw: bytes, rows: int, fail: Fail) -> None:
+    """Refuse (E0315) a table whose pages take more memory than the table's rows can, before they are decompressed.
+
+    `ValueError` if rows do not add up, or the footer or the header of a page is not understood.
+    """
+    groups = row_groups(raw)
+    counts = [count for count, _ in groups]
+    if sum(counts) != rows or min(counts, default=1) < 1:
+        raise ValueError(f"{rows} rows in groups expected, found {counts[:10]}")
+    room = PAGES + PAGES_ROW * rows
+    for count, chunks in groups:
+        for number, chunk in enumerate(chunks):
+            if chunk.values != count:
+                raise ValueError(f"{count} values of column {number} expected, found {chunk.values}")
+            room -= unfolded_bytes(raw, chunk)
+            if room < 0:
+                raise fail(f"pages unfold to more than {rows} rows take, in column {number}", "E0315")

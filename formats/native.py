@@ -22,8 +22,10 @@ try:
     import importlib
 
     _kernels = importlib.import_module("pagestone.formats._kernels")
-except ImportError:
+    _missing = ""
+except ImportError as error:
     _kernels = None
+    _missing = "not built" if isinstance(error, ModuleNotFoundError) else f"not to be loaded ({error})"
 
 VARIABLE = "PAGESTONE_ISA"
 NUMPY = "numpy"
@@ -37,6 +39,16 @@ _current: str | None = None
 def built() -> bool:
     """Whether the native kernels were built and could be loaded."""
     return _kernels is not None
+
+
+def slow_note() -> str | None:
+    """One line for who is about to wait for the definition without having asked for it; None if there is no need."""
+    if built() or os.environ.get(VARIABLE):
+        return None
+    return (
+        f"the native kernels are {_missing}: the same bytes come from NumPy, many times slower; to have them, install a "
+        f"C++ compiler and then pagestone again ({VARIABLE}={NUMPY} asks for NumPy and says nothing)"
+    )
 
 
 def available() -> tuple[str, ...]:

@@ -8,13 +8,13 @@ read once when the container is opened. The default budget leaves room for both.
 from __future__ import annotations
 
 import math
-import os
 import re
-from pathlib import Path
 
 from pagestone.formats.dtypes import item_size
 from pagestone.formats.errors import RequestError
+from pagestone.formats.text import clipped
 from pagestone.reader.container import Container
+from pagestone.reader.memory import available_memory
 
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{tail}": base**power
@@ -22,6 +22,8 @@ UNITS = {"": 1, "b": 1} | {
     for tail, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 """Bytes of every unit: `2GiB` and `2G` are binary, `2GB` is decimal."""
+MOST_BYTES = 1 << 62
+"""No budget is as large: more is no size of a memory, and no file offset."""
 SHARE = 2
 """By default experts get 1/SHARE of the memory that is free once the dense tensors are in."""
 
@@ -29,11 +31,11 @@ SHARE = 2
 def parse_size(text: str) -> int:
     """Bytes of `2GiB`, `512M`, `1.5 GB` or `1048576`; raises `RequestError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in UNITS or not float(match[1]):
-        raise RequestError(
-            f"a size such as 2GiB, 512MB or 1048576 expected, found {text!r}", code="E1241", remedy="give --budget so"
-        )
-    return int(float(match[1]) * UNITS[match[2]])
+    nbytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0  # infinite for hundreds of digits
+    if not 1 <= nbytes < MOST_BYTES:
+        raise RequestError(f"a size such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
+                           code="E1241", remedy="give --budget so")  # fmt: skip
+    return int(nbytes)
 
 
 def size_text(nbytes: int | float) -> str:
@@ -59,27 +61,6 @@ def row_sum_bytes(container: Container) -> int:
     """Bytes of the row sums of the decoder's layers: what native experts hold beside their budget."""
     tensors = (t for x in container.layers.values() if x.entry.sidecar for t in x.file.sidecar_tensors())
     return sum(math.prod(shape) * item_size(dtype) for _, dtype, shape in tensors)
-
-
-def available_memory() -> int | None:
-    """Bytes this process may still take: the kernel's estimate, or less if a control group says so; None if unknown."""
-    found: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pages = getattr(os, "sysconf_names", {}).get("SC_AVPHYS_PAGES")
-        if pages is not None:
-            found.append(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        if limit != "max":
-            found.append(max(0, int(limit) - int(used)))
-    except (OSError, ValueError):
-        pass  # no control group of version 2 here, or one without a limit
-    return min(found) if found else None
 
 
 def default_budget(container: Container, other_bytes: int) -> int:

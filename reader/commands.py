@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +18,7 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import inputs
 from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
 from pagestone.reader.container import Container, open_container, open_to_run
@@ -38,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def describe(container: Container) -> dict[str, Any]:
     """Everything `inspect --json` prints."""
     manifest = container.manifest
-    errors = _relative_errors(container)
+    errors, zeros = _relative_errors(container)
     layers = []
     for layer in [*container.layers.values(), *container.mtp.values()]:
         file = layer.file
@@ -55,6 +58,7 @@ def describe(container: Container) -> dict[str, Any]:
                 "prefix": file.prefix,
                 "sidecar": layer.entry.sidecar,
                 "relative_rms_error": errors.get(layer.entry.file),
+                "zero_matrices": zeros[layer.entry.file],
                 "record": [
                     {
                         "name": f"{file.part_names[PARTS.index(s.part)]}.{s.suffix}" if s.part else s.suffix,
@@ -75,23 +79,43 @@ def describe(container: Container) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _relative_errors(container: Container) -> dict[str, float]:
-    """Relative RMS error of every layer file against its source, from the sums in experts.parquet."""
+def _relative_errors(container: Container) -> tuple[dict[str, float], Counter[str]]:
+    """By layer file, from experts.parquet: relative RMS error against the source, and matrices that are all zero.
+
+    Sums that cannot be such (negative, not finite) give no error, and neither does a layer of zeros alone.
+    """
     with MachineErrors(container.path / EXPERTS, "reading"):
-        columns = read_experts(container.path / EXPERTS)
+        columns = read_experts(container.path / EXPERTS, container.manifest.matrices)
     sums: dict[str, list[float]] = {}
+    zeros: Counter[str] = Counter()
     for file, error, norm in zip(columns["file"], columns["squared_error"], columns["squared_norm"], strict=True):
         total = sums.setdefault(file, [0.0, 0.0])
         total[0] += error
         total[1] += norm
-    return {file: (error / norm) ** 0.5 if norm else 0.0 for file, (error, norm) in sums.items()}
+        zeros[file] += norm == 0
+    found = {
+        file: math.sqrt(error / norm)
+        for file, (error, norm) in sums.items()
+        if math.isfinite(error) and math.isfinite(norm) and error >= 0 and norm > 0
+    }
+    return found, zeros
+
+
+def _origin(source: dict[str, Any]) -> str:
+    """Where the weights came from, as far as a manifest says it: no reader needs these facts."""
+    family, dtypes = source.get("family"), source.get("expert_dtypes")
+    known = isinstance(dtypes, list) and dtypes and all(isinstance(d, str) for d in dtypes)
+    return (
+        f"family {family if isinstance(family, str) else 'not known'}, "
+        f"experts from {', '.join(dtypes) if known and dtypes else 'what is not known'}"
+    )
 
 
 def _text(table: dict[str, Any]) -> str:
     lines = [
         f"{table['directory']}: {table['codec']} {table['parameters'] or ''}".rstrip(),
         f"  container id {table['container_id']}",
-        f"  family {table['source']['family']}, experts from {', '.join(table['source']['expert_dtypes'])}"
+        f"  {_origin(table['source'])}"
         f"{', lossless' if table['lossless'] else ''}"
         + (f", partial: layers {table['partial'][0]} to {table['partial'][1] - 1}" if table["partial"] else ""),
         f"  {table['bytes']:,} bytes in {len(table['files']) + 1} files",
@@ -104,10 +128,13 @@ def _text(table: dict[str, Any]) -> str:
             f"  {x['file']:<24}{x['experts']:>8}{x['hidden']:>8}{x['intermediate']:>8}{x['stride']:>12,}"
             f"{x['data_start']:>10,}{'' if error is None else format(error, '.5f'):>12}"
         )
+    zero, total = (sum(x["zero_matrices"] for x in table["layers"]), 3 * sum(x["experts"] for x in table["layers"]))
+    if zero:
+        lines += ["", f"  {zero} of {total} matrices are all zero"]
     lines += ["", "  a record:"]
     for s in table["layers"][0]["record"]:
         lines.append(f"  {s['offset']:>12,}  {s['name']:<28}{s['dtype']:<9}{s['shape']}")
-    return "\n".join(lines)
+    return shown_lines(lines)
 
 
 def _inspect(
@@ -121,6 +148,8 @@ def _inspect(
 # -- running ----------------------------------------------------------------------------------------------------------
 
 Directory = Annotated[Path, typer.Argument(help="Directory of the container.")]
+MOST = 10**9
+"""The most that an option which counts something takes: beyond is a slip, and numbers that no C integer holds."""
 Default = "Default: what generation_config.json recommends, "
 
 
@@ -254,6 +283,8 @@ def open_model(
     codec = container.manifest.codec
     for text in (f"{codec} experts, {how}, {store.mode}{checked}{budgeted}", *notes, *model.notes):
         note(text)
+    if experts == host.NATIVE and (slow := native.slow_note()) is not None:
+        note(slow)
     if sums:
         held = "mapped" if io == "mmap" else "in memory beside them, read once"
         note(f"row sums of all experts: {size_text(sums)} {held}")
@@ -263,7 +294,7 @@ def open_model(
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 class _Screen:
@@ -295,7 +326,7 @@ def _run(
     prompt: Annotated[str, typer.Option(help="What the user says; - reads it from stdin.")],
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, no chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="End the answer after this many tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="End the answer after this many tokens.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
     *,
     running: Running,
@@ -342,7 +373,7 @@ def _run(
 def _chat(
     directory: Directory,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="End an answer after this many tokens.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="End an answer after this many tokens.")] = 1024,
     *,
     running: Running,
 ) -> None:

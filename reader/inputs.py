@@ -38,6 +38,12 @@ def file(path: Path) -> str:
         ) from None
 
 
+def file_lines(path: Path) -> list[tuple[int, str]]:
+    """(number from 1, text) of every line that is not blank, stripped; only newlines end one. Raises as `file`."""
+    lines = ((n, line.strip()) for n, line in enumerate(file(path).split("\n"), 1))
+    return [(n, line) for n, line in lines if line]
+
+
 def stdin() -> str:
     """All of stdin; empty if it is closed."""
     stream = _bytes_of(sys.stdin)

@@ -81,7 +81,7 @@ class RecordDigests:
         self._path = path
         self._by_file: dict[str, dict[int, bytes]] = {}
         with MachineErrors(path, "reading"):
-            columns = read_experts(path)
+            columns = read_experts(path, container.manifest.matrices)
         try:
             for file, expert, value in zip(columns["file"], columns["expert"], columns["record_xxh3_128"], strict=True):
                 known = self._by_file.setdefault(file, {}).setdefault(expert, bytes.fromhex(value))

@@ -4,6 +4,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
 "$VENV/bin/pip" install --quiet .
+note=$("$VENV/bin/python" -c 'from pagestone.formats import native; print(native.slow_note() or "")')
+if [ -n "$note" ]; then
+  echo "note: $note" >&2
+  export PAGESTONE_ISA=numpy # said once is enough
+fi
 model=tests/data/tiny-moe
 for codec in int8 fp8; do
   echo "== prepare-$codec"

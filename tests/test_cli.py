@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,13 +13,16 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kits import inference
 from kits.checkpoints import T_BLOCK, T_ORDER, sparse_model
 from kits.cli import done, pagestone, refused
 
 import pagestone as package
 from pagestone.formats import codecs
+from pagestone.validate import commands as validate_commands
 
 COMMANDS = (*(f"prepare-{name}" for name in codecs.registry()), "inspect", "verify")
 
@@ -146,19 +150,6 @@ def test_quiet_without_a_terminal_and_a_bar_with_one(tmp_path):
     assert b"prepare-fp8" in shown and b"B/s" in shown
 
 
-def test_reader_that_goes_away(made):
-    """Printing into a pipe nobody reads any more is not an error with a traceback."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pagestone", "inspect", str(made[1]), "--json"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    process.stderr.close()
-    assert process.wait() in (0, 1)
-
-
 def test_runs_as_module_and_as_script(made):
     """`pagestone` and `python -m pagestone` are the same program."""
     script = Path(sys.executable).with_name("pagestone")
@@ -181,3 +172,154 @@ def test_ctrl_c_in_verify_is_130(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 130 and "Traceback" not in result.stderr, result.stderr
+
+
+# -- streams, numbers, and what nobody foresaw -------------------------------------------------------------------------
+
+
+def shell(line: str, *words: str | Path, **how: Any) -> subprocess.CompletedProcess[bytes]:
+    """`pagestone WORDS` by a shell that redirects as `line` says, `$@` being the command; output as bytes."""
+    command = [sys.executable, "-m", "pagestone", *map(os.fspath, words)]
+    return subprocess.run(["bash", "-c", line, "bash", *command], capture_output=True, check=False, **how)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams(made, closed):
+    """A stream that the caller closed is as /dev/null: the work is done and the exit code tells how it went."""
+    assert shell(f'"$@" {closed}', "verify", made[1]).returncode == 0
+    assert shell(f'"$@" {closed}', "verify", made[0]).returncode == 2
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    """What a library says on stderr must not land in a container: 0, 1 and 2 are taken before anything is opened."""
+    code = (
+        "import os, sys\n"
+        "from pagestone import cli\n"
+        "def app(**how):\n"
+        "    open(sys.argv[1], 'w').write(repr([os.readlink(f'/proc/self/fd/{n}') for n in range(3)]))\n"
+        "    print('x'), print('x', file=sys.stderr), sys.stdin.read()\n"
+        "cli.app = app\n"
+        "cli.main()\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "found")]
+    assert subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *words], check=False).returncode == 0
+    assert (tmp_path / "found").read_text() == repr(["/dev/null"] * 3)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["inspect", "--json"], ["verify"]])
+def test_a_reader_that_went_away(made, words, unbuffered):
+    """141 as shells report SIGPIPE, and not a word: 0 would call a report that nobody got a success."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pagestone", words[0], str(made[1]), *words[1:]]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False, env=env)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_a_reader_of_errors_that_went_away(made):
+    """Nobody reads stderr: the exit code still says what was wrong."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pagestone", "verify", str(made[0])]
+    assert subprocess.run(command, stdout=subprocess.PIPE, stderr=write, check=False).returncode == 2
+    os.close(write)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_stdout(made, unbuffered):
+    """What could not be written is an error of the machine that names standard output."""
+    result = shell('"$@" > /dev/full', "inspect", made[1], env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    text = result.stderr.decode()
+    assert result.returncode == 3 and text.startswith("error: standard output: No space left on device (E0901)\n"), text
+    assert "what to do: " in text and text.count("\n") == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1:strict", "utf-8:strict"])
+def test_stdout_that_cannot_hold_the_path(made, tmp_path, encoding):
+    """A conversion that worked does not fail because its path cannot be printed."""
+    output = tmp_path / "é中"
+    result = pagestone("prepare-bf16", made[0], "-o", output, env=os.environ | {"PYTHONIOENCODING": encoding},
+                       errors="replace")  # fmt: skip
+    assert result.returncode == 0 and result.stderr == ""
+    assert ("é中" if encoding.startswith("utf-8") else "\\u4e2d") in result.stdout and ": converted" in result.stdout
+
+
+def test_a_path_that_is_not_utf_8(made, tmp_path):
+    """Bytes of a path that are no UTF-8 work everywhere; they are shown as escapes, and JSON has them as they are."""
+    output = Path(os.fsdecode(os.fsencode(tmp_path) + b"/o\xff\x9b"))
+    assert r"/o\xff\x9b: converted" in done("prepare-int8", made[0], "-o", output)
+    assert r"/o\xff\x9b: ok" in done("verify", output, "--source", made[0])
+    assert r"/o\xff\x9b: int8" in done("inspect", output)
+    assert json.loads(done("inspect", output, "--json"))["directory"] == str(output)
+    refused(pagestone("prepare-int8", output / "s", "-o", tmp_path / "x"), 2, r"/o\xff\x9b/s: ")
+
+
+NINES = "9" * 400
+NUMBERS = (
+    *(["prepare-int8", "s", "-o", "o", "--workers", n] for n in (NINES, "9" * 5000, "-" + NINES, "1e3")),
+    *(["prepare-int8", "s", "-o", "o", "--layers", n] for n in (NINES, "9" * 5000, f"0:{NINES}", f"{NINES}:", "1:٣")),
+    *(["prepare-q4", "s", "-o", "o", "--group-size", n] for n in (NINES, "9" * 5000)),
+    *(["verify", "s", "--source", "s", "--sample", n] for n in (NINES, "9" * 5000, str(2**63), "0")),
+    *(["verify-logits", "s", option, NINES] for option in ("--steps", "--threads", "--budget")),
+    *(["compare", "s", "--source", "s", option, NINES] for option in ("--tokens", "--window", "--limit")),
+    ["run", "s", "--prompt", "x", "--max-new-tokens", NINES],
+    ["chat", "s", "--max-new-tokens", str(2**64)],
+)
+
+
+@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: f"{words[0]} {words[-2]} {len(words[-1])}")
+def test_numbers_beyond_all_sense(words, tmp_path, monkeypatch, capsys):
+    """A number of hundreds of digits is a request that cannot be met, said in a few lines."""
+    T_BLOCK.write(tmp_path / "s")
+    monkeypatch.chdir(tmp_path)
+    code, err = inference.command(*words), capsys.readouterr().err
+    assert code == 2 and "Traceback" not in err, err
+    assert len(err) < 1700 and words[-2] in err.replace("_", "-"), err
+    assert not (tmp_path / "o").exists()
+
+
+FORESEEN = {
+    "EIO": (OSError(errno.EIO, "Input/output error"), "E0901", "a file that the system does not name: Input/output"),
+    "EIO with a name": (OSError(errno.EIO, "Input/output error", "/x\n/y"), "E0901", r"error: /x\n/y: Input/output"),
+    "no errno": (OSError("closed\nfile"), "E0901", r"closed\nfile"),
+    "memory": (MemoryError(), "E0902", "--workers"),
+    "a bug": (KeyError("layer\n7"), "E0007", "a fault of pagestone"),
+    "another": (RecursionError("too deep"), "E0007", "RecursionError: too deep: a fault of pagestone"),
+    "text": (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), "E0007", "PAGESTONE_DEBUG=1"),
+}
+
+
+@pytest.mark.parametrize("case", FORESEEN)
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_what_no_room_foresaw(case, debug, tmp_path, monkeypatch, capsys):
+    """One message with place, reason and remedy, exit code 3; the traceback only for who asks for it."""
+    error, code, text = FORESEEN[case]
+
+    def fail(*words: Any, **how: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(validate_commands, "verify", fail)
+    monkeypatch.setenv("PAGESTONE_DEBUG", debug)
+    assert inference.command("verify", tmp_path) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and ("Traceback" in err) is bool(debug), err
+    if not debug:
+        first, second = err.splitlines()
+        assert first.startswith("error: ") and first.endswith(f"({code})") and text in err, err
+        assert second.startswith("  what to do: ")
+        assert code != "E0007" or "validate/commands.py, line " in first
+
+
+def test_requests_that_contradict_each_other(made, tmp_path, monkeypatch, capsys):
+    """Each of them has a code of its own."""
+    monkeypatch.chdir(tmp_path)
+    for code, words in (
+        ("E0003", ["verify", made[1], "--sample", "3"]),
+        ("E0005", ["verify-logits", made[1], "--prompts", "x", "--ids", "y"]),
+        ("E0006", ["compare", made[1], "--source", made[0]]),
+    ):
+        assert inference.command(*words) == 2
+        assert f"({code})" in capsys.readouterr().err

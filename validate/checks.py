@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,15 +248,21 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
         yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {brief(total)}")
 
 
+def _config(root: Path) -> dict[str, Any] | None:
+    """The object in config.json, or None if it holds something else."""
+    try:
+        config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
+    except ValueError:
+        return None
+    return config if isinstance(config, dict) else None
+
+
 def check_config(
     root: Path, manifest: Manifest, codec: Codec, layers: list[OpenLayer], dense: list[str]
 ) -> Iterator[Finding]:
     """config.json states what the codec needs so that others read right weights or raise, at both levels."""
-    try:
-        config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
+    config = _config(root)
+    if config is None:
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
     tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in read_header(root / shard).entries]
@@ -275,14 +281,13 @@ def check_config(
 def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, list[Finding]]:
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
     try:
-        columns = read_experts(root / EXPERTS)
+        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers))
     except PagestoneError as error:
-        return None, [of_error(error, EXPERTS)]
+        fault = of_error(error, EXPERTS)
+        return None, [replace(fault, code="E1014") if error.code == "E0313" else fault]
     names = [name for name, _ in COLUMNS][:15]
     found = list(zip(*(columns[n] for n in names), strict=True))
     wanted = [row for layer in layers for row in _rows(layer)]
-    if len(found) != len(wanted):
-        return None, [Finding(ERROR, "E1014", EXPERTS, f"{len(wanted)} rows expected, found {len(found)}")]
     digest_at = names.index("record_xxh3_128")
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if have[:digest_at] + have[digest_at + 1 :] != want:
@@ -293,6 +298,27 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
             message = f"rows {number} to {number + 2} belong to one record, their digests differ"
             return None, [Finding(ERROR, "E1015", EXPERTS, message)]
     return columns, []
+
+
+def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+    """Warn of expert matrices, and of routers, that are all zero: their number and the first of each."""
+    names = columns["tensor"]
+    zero = [name for name, norm in zip(names, columns["squared_norm"], strict=True) if norm == 0]
+    if zero:
+        yield Finding(WARNING, "W0620", EXPERTS, f"{len(zero)} of {len(names)} matrices are all zero, first {zero[0]}")
+    family = families.of_config(_config(root) or {})
+    if family is None:
+        return
+    wanted = {f"{x.file.prefix.removesuffix(family.experts)}{family.router}" for x in layers}
+    found = [
+        (entry.name, shard)
+        for shard in dense
+        for entry in read_header(root / shard).entries
+        if entry.name in wanted and entry.nbytes and not any(read_exactly(root / shard, entry.offset, entry.nbytes))
+    ]
+    if found:
+        name, shard = found[0]
+        yield Finding(WARNING, "W0620", shard, f"{len(found)} of {len(wanted)} routers are all zero, first {name}")
 
 
 def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:

@@ -10,8 +10,11 @@ from typing import Annotated
 
 import typer
 
+from pagestone.formats import native
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
+from pagestone.formats.text import shown
+from pagestone.reader.commands import MOST
 from pagestone.reader.container import open_to_run
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
@@ -39,7 +42,9 @@ def _verify(
     source: Annotated[
         Path | None, typer.Option(help="The checkpoint it was made from: encode again and compare.")
     ] = None,
-    sample: Annotated[int | None, typer.Option(min=1, help="With --source: compare only this many experts.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="With --source: compare only this many experts.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from tqdm import tqdm
@@ -48,6 +53,8 @@ def _verify(
         raise RequestError(
             "--sample compares experts with a source, and none is given", code="E0003", remedy="add --source CHECKPOINT"
         )
+    if (note := native.slow_note()) is not None:
+        print(f"note: {shown(note)}", file=sys.stderr)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with tqdm(unit="B", unit_scale=True, desc="verify", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               total=_total(directory)) as bar:  # fmt: skip
@@ -60,8 +67,12 @@ def _verify(
         if len(report.findings) > SHOWN:
             print(f"... and {len(report.findings) - SHOWN} more (--json lists all)")
         counted = ", ".join(f"{number} {what}" for what, number in report.counts.items())
-        print(f"{directory}: {'ok' if not report.errors else f'{report.errors} error(s)'}: {counted}")
+        print(f"{shown(directory)}: {'ok' if not report.errors else f'{report.errors} error(s)'}: {counted}")
     raise typer.Exit(report.exit_code)
+
+
+def _progress(text: str) -> None:
+    print(f"{shown(text)} ...", file=sys.stderr, flush=True)
 
 
 def _total(directory: Path) -> int | None:
@@ -81,7 +92,7 @@ def _verify_logits(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     ids: Annotated[Path | None, typer.Option(help="A file with a prompt of token ids a line.")] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Tokens decoded after each prompt.")] = 16,
+    steps: Annotated[int, typer.Option(min=0, max=MOST, help="Tokens decoded after each prompt.")] = 16,
     budget: Annotated[str | None, typer.Option(help="Memory for experts; default a quarter of all.")] = None,
     io: Annotated[str, typer.Option(help="How experts are streamed: direct or mmap.")] = "direct",
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2,
@@ -97,14 +108,14 @@ def _verify_logits(
 
     if sum(x is not None for x in (prompts, ids, against)) > 1:
         raise RequestError(
-            "--prompts, --ids and --against exclude each other", code="E0003", remedy="give one (an audit has its own)"
+            "--prompts, --ids and --against exclude each other", code="E0005", remedy="give one (an audit has its own)"
         )
     request = logits.Request(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
         experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
     )  # fmt: skip
-    result = logits.verify_logits(request, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
+    result = logits.verify_logits(request, _progress)
     if audit is not None:
         result.write(audit)
     print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result))
@@ -118,9 +129,9 @@ def _compare(
     questions: Annotated[
         Path | None, typer.Option(help="JSON lines with question and answer: how many are answered to the letter.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="At most this many tokens of the text.")] = 8192,
-    window: Annotated[int, typer.Option(min=2, help="Tokens fed at once.")] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, max=MOST, help="At most this many tokens of the text.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, max=MOST, help="Tokens fed at once.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="At most this many questions.")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
     experts: Annotated[str, typer.Option(help=EXPERTS)] = "auto",
@@ -132,12 +143,12 @@ def _compare(
 
     if text is None and questions is None:
         raise RequestError(
-            "something to compare on expected, found neither --text nor --questions", code="E0003",
+            "something to compare on expected, found neither --text nor --questions", code="E0006",
             remedy="give --text FILE, --questions FILE or both",
         )  # fmt: skip
     request = fidelity.Request(
         directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, budget=budget,
         io=io, tokenizer=tokenizer, experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
     )  # fmt: skip
-    result = fidelity.compare(request, lambda word: print(f"{word} ...", file=sys.stderr, flush=True))
+    result = fidelity.compare(request, _progress)
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import RequestError
+from pagestone.formats.text import shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.commands import open_model
 from pagestone.reader.decoding import spoken
@@ -113,7 +114,7 @@ class Fidelity:
         rows = [heads, source, ours]
         widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"{self.directory} against {self.source}", *lines])
+        return shown_lines([f"{self.directory} against {self.source}", *lines])
 
 
 def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
@@ -192,9 +193,7 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
     found = []
-    for number, line in enumerate(inputs.file(path).splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in inputs.file_lines(path):
         try:
             table = json.loads(line)
             found.append((str(table["question"]), str(table["answer"])))

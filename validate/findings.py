@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import PagestoneError
+from pagestone.formats.text import clipped, shown
 
 ERROR, WARNING = "error", "warning"
 
@@ -23,11 +24,9 @@ class Finding:
     offset: int | None = None
 
     def text(self) -> str:
-        """One line: `error: layers-07.safetensors: expert 12 ... at byte 1052672: ... (E1001)`."""
+        """One line, safe for a terminal: `error: layers-07.safetensors: expert 12 ... at byte 1052672: ... (E1001)`."""
         place = "" if self.offset is None else f" at byte {self.offset}"
-        line = f"{self.severity}: {self.file}{place}: {self.message} ({self.code})"
-        # a damaged header may name tensors with halves of surrogate pairs, which no terminal takes
-        return line.encode("utf-8", "backslashreplace").decode("utf-8")
+        return shown(f"{self.severity}: {clipped(self.file)}{place}: {clipped(self.message)} ({self.code})")
 
 
 def of_error(error: PagestoneError | OSError, file: str) -> Finding:

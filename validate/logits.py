@@ -25,6 +25,7 @@ from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.budget import all_records, largest_record, size_text
 from pagestone.reader.container import Container, Layer, View, open_to_run
@@ -56,7 +57,7 @@ def default_prompts(container: Container, vocabulary: int) -> list[Prompt]:
 def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
     """A prompt a line: integers between spaces or commas, or a JSON list."""
     prompts = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in _lines(path):
         words = line.replace("[", " ").replace("]", " ").replace(",", " ").split()
         # an id has few digits; a number of thousands of them is not even to be read
         if not words or not all(w.isdecimal() and len(w) <= DIGITS and int(w) < vocabulary for w in words):
@@ -73,12 +74,11 @@ def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
 def read_prompts(path: Path, container: Container, tokenizer: Path | None) -> list[Prompt]:
     """A prompt of text a line, without a chat template."""
     tokens = open_tokenizer(container.path, tokenizer)
-    return [Prompt(line[:40], tuple(tokens.encode(line))) for line in _lines(path)]
+    return [Prompt(line[:40], tuple(tokens.encode(line))) for _, line in _lines(path)]
 
 
-def _lines(path: Path) -> list[str]:
-    lines = [line.strip() for line in inputs.file(path).splitlines()]
-    lines = [line for line in lines if line]
+def _lines(path: Path) -> list[tuple[int, str]]:
+    lines = inputs.file_lines(path)
     if not lines:
         raise RequestError("a prompt a line expected, found none", code="E1305", file=path, remedy="write some")
     return lines
@@ -253,7 +253,7 @@ def report(audit: Audit) -> str:
     """A few lines for people."""
     name = audit.container.path
     if audit.result == NOT_COMPARABLE:
-        return f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable)
+        return shown(f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable))
     assert audit.streamed is not None
     steps = sum(len(s) for s in audit.streamed.steps)
     total = audit.streamed.counters.total
@@ -276,4 +276,4 @@ def report(audit: Audit) -> str:
         f"{'read' if total.bytes_read else 'mapped'}, {total.hits} hits, {total.misses} misses, "
         f"{total.transient} transient{held}, {audit.streamed.open_leases} leases open"
     )
-    return "\n".join(lines)
+    return shown_lines(lines)

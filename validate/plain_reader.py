@@ -191,7 +191,7 @@ def main(root: Path) -> int:
             all(layer.decode(expert) for expert in range(layer.count))
             print(f"{layer.path.name}: {layer.count} experts of {layer.stride} bytes from byte {layer.start}: ok")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        print(f"{root}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(ascii(f"{root}: {type(error).__name__}: {error}")[1:-1], file=sys.stderr)
         return 1
     return 0
 

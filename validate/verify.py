@@ -61,6 +61,7 @@ def verify(
                 report.add(checks.check_dense(root, dense))
                 report.add(checks.check_index(root, layers, dense))
                 report.add(checks.check_config(root, manifest, codec, layers, dense))
+                report.add(checks.check_zeros(root, columns, layers, dense) if columns is not None else [])
             except (PagestoneError, OSError) as error:
                 report.add([of_error(error, "")])
         if comparison is not None:

@@ -6,16 +6,28 @@ import json
 import os
 import pickle
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kits.checkpoints import INDEX, SIDE_FILES, SINGLE, T_ORDER, Tensor, write_checkpoint, write_safetensors
+from kits.checkpoints import (
+    INDEX,
+    SIDE_FILES,
+    SINGLE,
+    T_ORDER,
+    Tensor,
+    sparse_model,
+    write_checkpoint,
+    write_safetensors,
+)
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.reader.commands import _text, describe
+from pagestone.reader.container import open_container
 from pagestone.validate.verify import verify
 
 SPEC = T_ORDER.having(layers=1, experts=2, mtp=False)
@@ -117,6 +129,58 @@ def test_unfinished_download_of_nothing_that_is_used(tmp_path):
     checkpoint = open_checkpoint(root)
     assert {f.rule for f in checkpoint.side_files if "4711" in f.name} == {"an unfinished download"}
     assert any("4711" in w for w in checkpoint.warnings)
+
+
+ROUTER = "model.language_model.layers.0.mlp.gate.weight"
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "q4"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_zeros(tmp_path, codec, fused):
+    """Matrices of zeros convert, and whoever looks is told how many there are: an error of 0 is no good news."""
+    spec = T_ORDER.having(layers=1, experts=3, mtp=False, fused=fused, hidden=64, intermediate=64)
+    source = spec.write(tmp_path / "s")
+    good = prepare(source, tmp_path / "good", codecs.get(codec), workers=1)
+    assert good.warnings == () and not verify(tmp_path / "good").findings
+    assert "all zero" not in _text(describe(open_container(tmp_path / "good")))
+    tensors = spec.tensors()
+    prefix = "model.language_model.layers.0.mlp.experts"
+    if fused:  # expert 1's up, and all of expert 2
+        name, half = f"{prefix}.gate_up_proj", 2 * 64 * 64
+        data = tensors[name].data
+        tensors[name] = replace(tensors[name], data=data[: 3 * half] + bytes(3 * half))
+        name = f"{prefix}.down_proj"
+        tensors[name] = replace(tensors[name], data=tensors[name].data[: 2 * half] + bytes(half))
+    else:
+        for tail in ("1.up_proj", "2.gate_proj", "2.up_proj", "2.down_proj"):
+            name = f"{prefix}.{tail}.weight"
+            tensors[name] = replace(tensors[name], data=bytes(len(tensors[name].data)))
+    dense = (ROUTER, "lm_head.weight", "model.language_model.norm.weight")
+    for name in dense:
+        tensors[name] = replace(tensors[name], data=bytes(len(tensors[name].data)))
+    source = write_checkpoint(tmp_path / "z", tensors, spec.config())
+    outcome = prepare(source, tmp_path / "o", codecs.get(codec), workers=2)
+    assert outcome.warnings == (
+        f"4 of 9 expert matrices are all zero, first up of {prefix}.1: is the source whole?",
+        f"2 dense matrices are all zero, 1 of them routers, first {ROUTER}: is the source whole?",
+    )
+    report = verify(tmp_path / "o", source=source)
+    assert report.exit_code == 0 and [f.code for f in report.findings] == ["W0620", "W0620"]
+    assert f"4 of 9 matrices are all zero, first {prefix}.1.up_proj" in report.findings[0].message
+    assert f"1 of 1 routers are all zero, first {ROUTER}" in report.findings[1].message
+    table = describe(open_container(tmp_path / "o"))
+    assert table["layers"][0]["zero_matrices"] == 4 and table["layers"][0]["relative_rms_error"]
+    assert "4 of 9 matrices are all zero" in _text(table)
+
+
+def test_half_a_shard_of_zeros(tmp_path):
+    """A download that reserved its space: no layer of nothing but zeros looks perfect."""
+    source = sparse_model(tmp_path / "s", layers=1, hidden=32, intermediate=32, experts=2)
+    outcome = prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    assert [w.split(",")[0] for w in outcome.warnings] == ["6 of 6 expert matrices are all zero",
+                                                           "1 dense matrices are all zero"]  # fmt: skip
+    table = describe(open_container(tmp_path / "o"))
+    assert table["layers"][0]["relative_rms_error"] is None and "0.00000" not in _text(table)
 
 
 # -- what a side file may be -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ FILES = {
     "config.json": FileDigest(2, digest(b"{}")),
     "layers-00.safetensors": FileDigest(1 << 33, digest(b"1")),
     "layers-00.rowsum.safetensors": FileDigest(5, digest(b"2"), bytes(32)),
-    "mtp-00.safetensors": FileDigest(6, digest(b"3")),
+    "mtp-00.safetensors": FileDigest(1 << 20, digest(b"3")),
     "experts.parquet": FileDigest(7, digest(b"4")),
 }
 
@@ -84,6 +84,7 @@ def test_one_changed_byte(tmp_path, place):
     assert refusal(tmp_path / "manifest.json").code in ("E0301", "E0302", "E0303", "E0304")
 
 
+ENTRIES = json.loads(made().to_bytes())["layers"]
 ALTERED = {
     "another version": (("pagestone", {"spec_version": "2"}), "E0302"),
     "a version that is a number": (("pagestone", {"spec_version": 1}), "E0302"),
@@ -94,6 +95,7 @@ ALTERED = {
     "a name of the directory above": (("files", {"..": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
     "an empty name": (("files", {"": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
     "a digest that is no hexadecimal": (("files", {"x": {"bytes": 1, "xxh3_128": "x"}}), "E0304"),
+    "more experts than fit": (("layers", [*ENTRIES[:1], ENTRIES[1] | {"experts": (1 << 20) // 4096 + 1}]), "E0308"),
     "a layer with an unknown field": (("layers", [{"file": "x"}]), "E0304"),
 }
 
@@ -104,6 +106,13 @@ def test_altered_and_resealed(tmp_path, case):
     (key, value), code = ALTERED[case]
     (tmp_path / "manifest.json").write_bytes(resealed(json.loads(made().to_bytes()) | {key: value}))
     assert refusal(tmp_path / "manifest.json").code == code
+
+
+def test_as_many_experts_as_fit(tmp_path):
+    """A record takes a page at least; the table of experts has three rows for each."""
+    full = LayerEntry("mtp-00.safetensors", "mtp", 0, (1 << 20) // 4096, None)
+    (tmp_path / "manifest.json").write_bytes(made(layers=(LAYER, full)).to_bytes())
+    assert read_manifest(tmp_path / "manifest.json").matrices == 3 * (4 + 256)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"pagestone": 3}', b"[" * 100_000])

@@ -12,7 +12,7 @@ from typing import Any
 def pagestone(*words: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """Run `pagestone WORDS...`; stdout and stderr are pipes, so neither is a terminal."""
     command = [sys.executable, "-m", "pagestone", *map(os.fspath, words)]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **how)
+    return subprocess.run(command, capture_output=True, check=False, **({"encoding": "utf-8"} | how))
 
 
 def done(*words: str | Path, **how: Any) -> str:

@@ -1,0 +1,61 @@
+"""`inspect` says what a container states, and of what it does not state that it is not known."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from kits.inference import command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _generator() -> ModuleType:
+    if "make_vectors" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
+        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["make_vectors"])
+    return sys.modules["make_vectors"]
+
+
+make = _generator()
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "tests" / "vectors" / "accept" / "int8-small", tmp_path / "container"))
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ({"family": "qwen", "expert_dtypes": ["BF16", "F32"]}, "family qwen, experts from BF16, F32"),
+        ({}, "family not known, experts from what is not known"),
+        ({"family": None, "expert_dtypes": "BF16"}, "family not known, experts from what is not known"),
+        ({"family": {"a": 1}, "expert_dtypes": [1, "BF16"]}, "family not known, experts from what is not known"),
+        ({"family": "qwen", "expert_dtypes": []}, "family qwen, experts from what is not known"),
+    ],
+)
+def test_facts_about_the_source_are_not_needed(container, capsys, source: dict[str, Any], line: str) -> None:
+    """A reader needs none of them, whatever stands there."""
+    make.manifest(lambda t: t.update(source=source))(container)
+    assert command("inspect", container) == 0
+    assert line in capsys.readouterr().out
+    assert command("inspect", container, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["source"] == source
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan"), float("inf"), 0.0])
+def test_an_error_that_is_none(container, capsys, norm: float) -> None:
+    """Sums no encoding gives are shown as no error, not as a number, and not as a traceback."""
+    make.columns(lambda t: t.update(squared_norm=[norm] * len(t["squared_norm"])))(container)
+    make.seal(container)
+    assert command("inspect", container, "--json") == 0
+    assert [x["relative_rms_error"] for x in json.loads(capsys.readouterr().out)["layers"]] == [None]
+    assert command("inspect", container) == 0
