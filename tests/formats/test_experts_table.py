@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pagestone.formats import parquet_pages
+from pagestone.formats import manifest, parquet_pages
 from pagestone.formats.errors import DataError, MachineError, PagestoneError
 from pagestone.formats.manifest import COLUMNS, EXPERTS, NULLABLE, read_experts, write_experts
 from pagestone.reader.commands import describe
 from pagestone.reader.container import open_container
 from pagestone.reader.store import RecordDigests
+from pagestone.validate.verify import verify
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "accept"
 MIB = 1 << 20
@@ -77,6 +79,18 @@ def test_long_tables(tmp_path):
 def test_another_number_of_rows(tmp_path, rows):
     write_experts(tmp_path / "t", [columns(2)])
     assert refused(tmp_path / "t", rows) == "E0313"
+
+
+def test_whoever_reads_says_how_many_rows(tmp_path):
+    """The manifest knows it, and all who read a container's table ask it."""
+    container = open_container(shutil.copytree(VECTORS / "int8-odd", tmp_path / "c"))
+    assert container.manifest.matrices == 18
+    found = read_experts(container.path / EXPERTS, 18)
+    write_experts(container.path / EXPERTS, [found, {name: values[:3] for name, values in found.items()}])
+    for reading in (RecordDigests, describe):
+        with pytest.raises(DataError, match=r"18 rows expected, found 21 \(E0313\)"):
+            reading(container)
+    assert [f.code for f in verify(container.path).findings if "rows" in f.message] == ["E1014"]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in COLUMNS])
@@ -245,6 +259,34 @@ def test_page_headers(pages, wanted):
     else:
         with pytest.raises(ValueError, match=wanted):
             parquet_pages.unfolded_bytes(raw, chunk)
+
+
+def footer_of(*groups: tuple[int, int]) -> bytes:
+    """A file whose footer has row groups of (rows, values of their only column), with a page for each."""
+    found, pages = b"", [header(1, 0, min(1, values)) for _, values in groups]
+    for number, (rows, values) in enumerate(groups):
+        at = 4 + sum(map(len, pages[:number]))
+        meta = b"".join(
+            bytes([delta << 4 | 6]) + varint(n << 1) for delta, n in ((5, values), (2, len(pages[number])), (2, at))
+        )
+        found += b"\x19\x1c\x26\0\x1c" + meta + b"\0\0" + b"\x26" + varint(rows << 1) + b"\0"
+    footer = b"\x49" + bytes([len(groups) << 4 | 12]) + found + b"\0"
+    return b"PAR1" + b"".join(pages) + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+@pytest.mark.parametrize(
+    ("groups", "sound"),
+    [([(2, 2), (1, 1)], True), ([(3, 3)], True), ([(2, 2)], False), ([(3, 4)], False), ([(3, 2)], False),
+     ([(3, 3), (0, 0)], False)],
+)  # fmt: skip
+def test_rows_must_add_up(groups, sound):
+    """Those of all groups to the table's, values of a column to its group's; no group is empty."""
+
+    def fail(message: str, code: str) -> DataError:
+        return DataError(message, code=code)
+
+    with nullcontext() if sound else pytest.raises(ValueError, match="expected"):
+        manifest._bounded(footer_of(*groups), 3, fail)
 
 
 @pytest.mark.parametrize(("begin", "nbytes"), [(0, 4), (4, 1000), (-1, 5), (4, -1), (2000, 0)])
