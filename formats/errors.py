@@ -7,6 +7,8 @@ exit code of the command line: 1 the data is not right, 2 the request is not rig
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 from pagestone.formats.text import clipped, shown
 
@@ -40,6 +42,11 @@ class PagestoneError(Exception):
         where = "".join(f"{clipped(part)}: " for part in (self.file, self.tensor) if part)
         text = shown(f"{where}{clipped(self.message)} ({self.code})")
         return f"{text}\n  what to do: {shown(self.remedy)}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How to send it to another process: one that cannot be built again there hangs a pool of processes."""
+        named: dict[str, Any] = {"code": self.code, "file": self.file, "tensor": self.tensor, "remedy": self.remedy}
+        return partial(type(self), self.message, **named), ()
 
 
 class DataError(PagestoneError):
@@ -77,5 +84,9 @@ class NonFiniteError(Exception):
     """
 
     def __init__(self, count: int, row: int, column: int, value: str, *, rows: str = "row") -> None:
-        self.count, self.row, self.column, self.value = count, row, column, value
+        self.count, self.row, self.column, self.value, self.rows = count, row, column, value, rows
         super().__init__(f"{count} non-finite value(s), first {value} at {rows} {row}, column {column}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of `PagestoneError`."""
+        return partial(type(self), self.count, self.row, self.column, self.value, rows=self.rows), ()

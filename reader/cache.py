@@ -15,6 +15,7 @@ reading threads: they only fill buffers that were given to them.
 from __future__ import annotations
 
 import mmap
+import os
 import time
 import weakref
 from bisect import insort
@@ -27,6 +28,7 @@ from typing import Protocol
 
 from pagestone.formats.errors import RequestError
 from pagestone.reader.container import Layer, View
+from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import private_buffer
 from pagestone.reader.leases import Counters, Lease, LeaseError, OpenLeases
 
@@ -118,10 +120,24 @@ def balanced(candidates: Collection[Key], coming: Key, held: Mapping[int, int]) 
     return next((k for k in candidates if held[k[0]] == wanted and (most > own or k[0] == coming[0])), None)
 
 
-class ExpertCache:
+_OPEN: weakref.WeakSet[ExpertCache] = weakref.WeakSet()
+"""Caches with threads to start anew in a forked process."""
+
+
+def _after_fork() -> None:
+    for cache in list(_OPEN):
+        cache._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class ExpertCache(Closing):
     """An expert store that reads records into a cache of at most `budget` bytes (see the module's docstring).
 
-    `threads` read ahead within the step at hand; 0 reads when an expert is leased. One step is open at a time.
+    `threads` read ahead within the step at hand; 0 reads when an expert is leased. One step is open at a time. A forked
+    process goes on with a copy: its reading threads are started anew, and what they had begun is read again.
     """
 
     def __init__(
@@ -150,8 +166,13 @@ class ExpertCache:
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._cached = 0
         self._held: dict[int, int] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="experts") if threads else None
+        self._threads = threads
+        self._pool = self._new_pool()
         self._step: _CacheStep | None = None
+        _OPEN.add(self)
+
+    def _new_pool(self) -> ThreadPoolExecutor | None:
+        return ThreadPoolExecutor(self._threads, thread_name_prefix="experts") if self._threads else None
 
     @property
     def mode(self) -> str:
@@ -174,21 +195,33 @@ class ExpertCache:
         return 0 if self._step is None else len(self._step.leases.open)
 
     def step(self, layer: int, wanted: Iterable[int]) -> _CacheStep:
-        """Begin a step; to be used in a `with` statement."""
+        """Begin a step; to be used in a `with` statement. Raises as `ExpertStore.step` says."""
+        self._check_open()
+        layer, found = layer_of(self.layers, layer)
+        wanted = expert_numbers(wanted, len(found), found.path)
         if self._step is not None:
             raise LeaseError(
                 f"layer {layer}: a step is open already (layer {self._step.number})",
                 code="E1213",
                 remedy="end one layer's step before the next begins; a model runs one forward pass at a time",
             )
-        return _CacheStep(self, layer, sorted(set(wanted)))
+        return _CacheStep(self, layer, wanted)
 
     def close(self) -> None:
-        """Stop the reading threads and let the memory go."""
+        """Stop the reading threads, once what they have begun is read, and let the memory go."""
+        super().close()
+        _OPEN.discard(self)
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=True)
         self._reader.close()
-        self._entries.clear()
+        if self._step is None:  # a step that is open still counts with its entries
+            self._entries.clear()
+
+    def _forked(self) -> None:
+        """In a forked process: threads are not copied, so neither the pool nor what it was reading will ever end."""
+        self._pool = self._new_pool()
+        for entry in self._entries.values():
+            entry.reading = None
 
     # -- used by the step --------------------------------------------------------------------------------------------
 
@@ -274,7 +307,7 @@ class _CacheStep:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        while self._missing:
+        while self._missing and not self._cache.closed:
             expert = self._missing[0]
             entry = self._cache._place((self.number, expert), self._layer.stride)
             if entry is None:
@@ -286,7 +319,8 @@ class _CacheStep:
 
     def lease(self, expert: int) -> Lease:
         """Lease one of the step's experts, waiting for its bytes."""
-        self.leases.check(expert)
+        self._cache._check_open()
+        expert = self.leases.check(expert)
         entry = self._pinned.pop(expert, None)
         if entry is None:  # not read ahead, or leased before in this step
             entry = self._cache._entries.get((self.number, expert))

@@ -27,9 +27,10 @@ from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
+from pagestone.formats.layer_file import BLOCKS, LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PARTS, LayerLayout, Slot
 from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, no_container, read_manifest
+from pagestone.reader.errors import Closing, expert_number, layer_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ PIECE = 1 << 20
 """Bytes: side files are read in pieces of this size."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class View:
     """One stored tensor without a copy.
 
@@ -58,6 +59,9 @@ class View:
 
     array: Array
     dtype: str
+
+    def __repr__(self) -> str:
+        return f"View({self.dtype} {list(self.shape)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,7 +97,7 @@ def _base(array: Array) -> Array:
     return array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Matrix:
     """One matrix [rows, columns] as its codec stores it: views by role; those a codec does not have are None.
 
@@ -109,6 +113,11 @@ class Matrix:
     biases: View | None = None
     row_sums: View | None = None
     bias: View | None = None
+
+    def __repr__(self) -> str:
+        views = {role: getattr(self, role) for role in ("codes", "scales", "biases", "row_sums", "bias")}
+        held = ", ".join(f"{role} {v.dtype} {list(v.shape)}" for role, v in views.items() if v is not None)
+        return f"Matrix({self.codec.name} [{self.rows}, {self.columns}]: {held})"
 
     def decode(self) -> F32:
         """float32 [rows, columns]: the values the codes stand for (a new array)."""
@@ -127,7 +136,7 @@ class Matrix:
         return {role: view.array for role, view in views.items() if view is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Expert:
     """One routed expert. gate, up: [intermediate, hidden]; down: [hidden, intermediate]; gate_up: both, stacked."""
 
@@ -138,6 +147,10 @@ class Expert:
     gate_up: Matrix
     record: Array
     """The whole record, uint8 [stride], pads included."""
+
+    def __repr__(self) -> str:
+        shape = f"hidden {self.down.rows}, intermediate {self.down.columns}"
+        return f"Expert({self.number}: {self.down.codec.name}, {shape}, {self.record.nbytes} bytes)"
 
     @property
     def inner(self) -> tuple[Matrix, ...]:
@@ -157,7 +170,7 @@ def _slice(base: Array, offset: int, nbytes: int, dtype: str, shape: tuple[int, 
     return View(array, dtype)
 
 
-class Layer:
+class Layer(Closing):
     """The routed experts of one layer.
 
     Its table is read and checked at the first use of anything but `entry` and `path`, its file is mapped at the first
@@ -166,6 +179,15 @@ class Layer:
 
     def __init__(self, root: Path, entry: LayerEntry, manifest: Manifest) -> None:
         self._root, self.entry, self._manifest = root, entry, manifest
+
+    def __repr__(self) -> str:
+        return f"Layer({str(self.path)!r}: {len(self)} experts)"
+
+    def close(self) -> None:
+        """Let go of the maps; they stay while a view of them does. What the table said can still be asked."""
+        super().close()
+        self.__dict__.pop("_mapped", None)
+        self.__dict__.pop("row_sums", None)
 
     def __len__(self) -> int:
         """Number of experts."""
@@ -201,6 +223,7 @@ class Layer:
     @cached_property
     def _mapped(self) -> Array:
         """The whole file, mapped when a view of it is first asked for, after its table was checked."""
+        self._check_open()
         _ = self._opened
         return _map(self.path)
 
@@ -222,6 +245,7 @@ class Layer:
     @cached_property
     def row_sums(self) -> Mapping[str, View] | None:
         """The sidecar: "gate_up" [experts, 2 * intermediate] and "down" [experts, hidden], I32; None if none."""
+        self._check_open()
         if self.entry.sidecar is None:
             return None
         path = self._root / self.entry.sidecar
@@ -250,17 +274,23 @@ class Layer:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def expert(self, number: int) -> Expert:
-        """Views of one expert in the mapped file; IndexError if there is no such expert."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"expert {number} of a layer of {len(self)}")
+        """Views of one expert in the mapped file.
+
+        Raises `NoSuchExpertError` (an IndexError), `IdTypeError` (a TypeError; True is no number of an expert), and
+        `ClosedError` (a ValueError) once the container was closed.
+        """
+        self._check_open()
+        number = expert_number(number, len(self), self.path)
         start = self.layout.record_offset(number)
         return self.expert_in(self._mapped[start : start + self.stride], number, self.row_sums)
 
     def expert_in(self, record: Array, number: int, row_sums: Mapping[str, View] | None = None) -> Expert:
         """Views of expert `number` in a copy of its record, uint8 [stride], wherever that copy lies.
 
-        Nothing is mapped. The matrices have row sums only if the sidecar's tensors are given as `row_sums`.
+        Nothing is mapped. The matrices have row sums only if the sidecar's tensors are given as `row_sums`. Raises what
+        `expert` does for numbers.
         """
+        number = expert_number(number, len(self), self.path)
         gate, up, down = (self._matrix(record, number, part, row_sums) for part in PARTS)
         whole = record[:]
         whole.flags.writeable = False
@@ -310,14 +340,39 @@ def sidecar_views(layer: Layer, base: Array, entries: Mapping[str, TensorEntry])
     }
 
 
-class Container:
-    """An open container: `layers` of the decoder by number, `mtp` blocks by number, `manifest`, `path`."""
+class Layers(dict[int, Layer]):
+    """Layers by number; `NoSuchLayerError` (a KeyError) names those there are, `IdTypeError` what is no number."""
+
+    def __init__(self, block: str, root: Path, layers: Mapping[int, Layer]) -> None:
+        super().__init__(layers)
+        self._block, self._root = block, root
+
+    def __getitem__(self, number: int) -> Layer:
+        return layer_of(self, number, self._root, self._block)[1]
+
+
+class Container(Closing):
+    """An open container: `layers` of the decoder by number, `mtp` blocks by number, `manifest`, `path`.
+
+    May stand in a `with` statement. Views that were taken stay valid after it; new ones are refused (`ClosedError`).
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         made = {(e.block, e.layer): Layer(path, e, manifest) for e in manifest.layers}
-        self.layers: dict[int, Layer] = {n: made[b, n] for b, n in sorted(made) if b == "layers"}
-        self.mtp: dict[int, Layer] = {n: made[b, n] for b, n in sorted(made) if b == "mtp"}
+        self.layers, self.mtp = (
+            Layers(block, path, {n: made[b, n] for b, n in sorted(made) if b == block}) for block in BLOCKS
+        )
+
+    def __repr__(self) -> str:
+        kind = f"{self.manifest.codec}, {len(self.layers)} layers, {len(self.mtp)} mtp"
+        return f"Container({str(self.path)!r}: {kind}, id {self.container_id})"
+
+    def close(self) -> None:
+        """Let go of every map no view needs; may be called twice."""
+        super().close()
+        for layer in (*self.layers.values(), *self.mtp.values()):
+            layer.close()
 
     @property
     def container_id(self) -> str:

@@ -34,7 +34,7 @@ ALIGNMENT = 64
 class DenseTensors:
     """Dense tensors as bytes: uint8 arrays by name with their safetensors type and shape. Arrays keep memory alive."""
 
-    arrays: dict[str, Array] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict, repr=False)
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     mode: str = "direct"
     bytes_read: int = 0

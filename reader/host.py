@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader.container import Container
 from pagestone.reader.dense import DenseTensors, decoded, dense_entries, dense_scales, dense_tensor, load_dense
+from pagestone.reader.errors import Closing
 from pagestone.reader.store import ExpertStore
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Cast:
 class HostModel:
     """A model ready to run. `forward` is all that is needed; `context` holds the store of its experts."""
 
-    model: Any
+    model: Any = field(repr=False)
     context: Context
     text_config: Any
     dtype: torch.dtype
@@ -466,7 +467,7 @@ def plain_model(root: Path, *, attention: str = PACKED) -> HostModel:
     return HostModel(model, Context(_NoStore(), REFERENCE), model.config.get_text_config(), dtype, attention)
 
 
-class _NoStore:
+class _NoStore(Closing):
     """The store of a model whose experts are its own."""
 
     mode = "transformers"
@@ -477,6 +478,3 @@ class _NoStore:
 
     def step(self, layer: int, wanted: Iterable[int]) -> Any:
         raise AssertionError("this model has its own experts")
-
-    def close(self) -> None:
-        pass

@@ -18,6 +18,7 @@ import numpy as np
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.reader.container import Expert, Layer, View
+from pagestone.reader.errors import expert_number
 
 
 class LeaseError(PagestoneError):
@@ -97,8 +98,9 @@ class OpenLeases:
         self.open: list[Lease] = []
         self.ended = False
 
-    def check(self, expert: int) -> None:
-        """Refuse what this step may not lease."""
+    def check(self, expert: int) -> int:
+        """The number as a Python int; refuse what this step may not lease, and what is no number of an expert."""
+        expert = expert_number(expert, len(self.layer), self.layer.path)
         if self.ended or expert not in self.wanted:
             why = "the step has ended" if self.ended else "it was not asked for when the step began"
             raise LeaseError(
@@ -107,6 +109,7 @@ class OpenLeases:
                 file=self.layer.path,
                 remedy="name every expert when the step begins, and lease within it",
             )
+        return expert
 
     def end(self, failed: bool) -> LeaseError | None:
         """Close every lease still open; the error to raise if there was one and nothing else failed."""

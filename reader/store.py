@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import EXPERTS, read_experts
 from pagestone.reader.cache import ExpertCache
 from pagestone.reader.container import Container, Layer, View, sidecar_views
+from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import (
     READAHEAD,
     RESTORE,
@@ -46,7 +47,10 @@ MODES = ("direct", "mmap", "resident")
 
 
 class ExpertStore(Protocol):
-    """What a model needs of a store: steps that lease experts, and what they cost, by layer."""
+    """What a model needs of a store: steps that lease experts, and what they cost, by layer.
+
+    May stand in a `with` statement, which closes it.
+    """
 
     counters: dict[int, Counters]
 
@@ -55,14 +59,23 @@ class ExpertStore(Protocol):
         """How bytes come: "direct", "buffered", "mmap" or "resident"."""
 
     def step(self, layer: int, wanted: Iterable[int]) -> Step:
-        """Begin a step (a context manager) for the experts `wanted` of a decoder layer."""
+        """Begin a step (a context manager) for the experts `wanted` of a decoder layer.
+
+        Raises `NoSuchLayerError` (a KeyError), `NoSuchExpertError` (an IndexError), `IdTypeError` (a TypeError), or
+        `ClosedError` (a ValueError) if the store was closed.
+        """
 
     @property
     def open_leases(self) -> int:
         """Leases handed out and not released."""
 
     def close(self) -> None:
-        """Release threads and memory."""
+        """Release threads and memory; may be called twice. Leases that are open stay valid until they are released."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------
@@ -225,13 +238,19 @@ class _ViewStep:
     """A step over memory that holds every record; `place` gives (memory, byte offset) of one."""
 
     def __init__(
-        self, layer: Layer, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]], row_sums: RowSums | None
+        self,
+        layer: Layer,
+        wanted: Iterable[int],
+        place: Callable[[int], tuple[Any, int]],
+        row_sums: RowSums | None,
+        check_open: Callable[[], None],
     ) -> None:
         self.leases = OpenLeases(layer, wanted)
-        self._place, self._row_sums = place, row_sums
+        self._place, self._row_sums, self._check_open = place, row_sums, check_open
 
     def lease(self, expert: int) -> Lease:
-        self.leases.check(expert)
+        self._check_open()
+        expert = self.leases.check(expert)
         memory, offset = self._place(expert)
         done = lambda lease, _: self.leases.open.remove(lease)  # noqa: E731
         lease = Lease(self.leases.layer, expert, memory, offset, done, self._row_sums)
@@ -249,7 +268,7 @@ class _ViewStep:
             raise problem
 
 
-class _ViewStore:
+class _ViewStore(Closing):
     """What `MappedStore` and `ResidentStore` share."""
 
     def __init__(self, layers: dict[int, Layer], row_sums: Mapping[int, RowSums]) -> None:
@@ -257,13 +276,24 @@ class _ViewStore:
         self.counters = {number: Counters() for number in layers}
         self._steps: list[_ViewStep] = []
 
+    def close(self) -> None:
+        super().close()
+        self._row_sums = {}
+        self._steps = [s for s in self._steps if s.leases.open]  # each holds on to what it may lease
+
     @property
     def open_leases(self) -> int:
         return sum(len(s.leases.open) for s in self._steps)
 
+    def _named(self, layer: int, wanted: Iterable[int]) -> tuple[int, Layer, list[int]]:
+        """What a step is for, checked: the layer's number, the layer, the experts in ascending order."""
+        self._check_open()
+        number, found = layer_of(self.layers, layer)
+        return number, found, expert_numbers(wanted, len(found), found.path)
+
     def _begin(self, layer: int, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
         self._steps = [s for s in self._steps if s.leases.open]
-        step = _ViewStep(self.layers[layer], wanted, place, self._row_sums.get(layer))
+        step = _ViewStep(self.layers[layer], wanted, place, self._row_sums.get(layer), self._check_open)
         self._steps.append(step)
         return step
 
@@ -286,7 +316,7 @@ class MappedStore(_ViewStore):
 
     def step(self, layer: int, wanted: Iterable[int]) -> Step:
         """Begin a step; the kernel is told at once which records will be touched."""
-        wanted, at = sorted(set(wanted)), self.layers[layer]
+        layer, at, wanted = self._named(layer, wanted)
         mapped, counters = self._maps[layer], self.counters[layer]
         for expert in wanted:
             advise(mapped, "MADV_WILLNEED", at.layout.record_offset(expert), at.stride)
@@ -295,6 +325,7 @@ class MappedStore(_ViewStore):
         return self._begin(layer, wanted, lambda expert: (mapped, at.layout.record_offset(expert)))
 
     def close(self) -> None:
+        super().close()
         self._maps.clear()
 
 
@@ -324,11 +355,12 @@ class ResidentStore(_ViewStore):
 
     def step(self, layer: int, wanted: Iterable[int]) -> Step:
         """Begin a step; every expert is a hit."""
-        wanted = sorted(set(wanted))
+        layer, _, wanted = self._named(layer, wanted)
         self.counters[layer].hits += len(wanted)
         return self._begin(layer, wanted, lambda expert: (self._records[layer, expert], 0))
 
     def close(self) -> None:
+        super().close()
         self._records.clear()
 
 

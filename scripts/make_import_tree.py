@@ -22,7 +22,7 @@ def main() -> None:
     package.mkdir()
     for name, folder in sorted(table.items()):
         if name == "pagestone":
-            for file in sorted((ROOT / folder).glob("*.py*")):
+            for file in sorted(f for f in (ROOT / folder).iterdir() if f.is_file()):
                 (package / file.name).symlink_to(file)
         else:
             (tree / name).symlink_to(ROOT / folder, target_is_directory=True)

@@ -54,6 +54,7 @@ def test_file_list(wheel):
     assert len(names) == len(set(names)) and code - compiled == wanted
     assert {n.split("/")[0] for n in code} == {"pagestone"}
     assert any(n.endswith("LICENSE") for n in names)
+    assert "pagestone/py.typed" in code, "type checkers would take an installed pagestone for untyped"
     assert "pagestone/convert/families/qwen3_5_moe.py" in code and not any("tests" in n for n in names)
     assert compiled, "the wheel has no kernels: is there a C++ compiler?"
 
