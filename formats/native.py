@@ -46,8 +46,8 @@ def slow_note() -> str | None:
     if built() or os.environ.get(VARIABLE):
         return None
     return (
-        f"the native kernels are {_missing}: the same bytes come from NumPy, many times slower; to have them, install a "
-        f"C++ compiler and then pagestone again ({VARIABLE}={NUMPY} asks for NumPy and says nothing)"
+        f"the native kernels are {_missing}: the same bytes come from NumPy, many times slower; to have them, install "
+        f"a C++ compiler and then pagestone again ({VARIABLE}={NUMPY} asks for NumPy and says nothing)"
     )
 
 

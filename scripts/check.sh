@@ -1,25 +1,22 @@
 #!/usr/bin/env bash
 # The README's second command: set up, then style, types and all tests, on every instruction set of this CPU.
-# PAGESTONE_ORACLES=1 also installs the libraries our results are compared with (torch, transformers, MLX,
-# ml_dtypes, compressed-tensors) and turns a test skipped for want of one into a failure.
+# PAGESTONE_ORACLES=1 adds the libraries our results are compared with. CONTRIBUTING.md has the tiers.
+#
+#   scripts/check.sh --fast      about a minute: style, types and the quickest tests; sets up only if it must
+#   scripts/check.sh [WORDS]     everything; WORDS go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/venv.sh
-extras=test
-if [ -n "${PAGESTONE_ORACLES:-}" ]; then
-  "$VENV/bin/pip" install --quiet -c constraints.txt torch
-  extras=test,oracles
+source scripts/check_setup.sh
+# what is quick and catches most: bytes and their definition, the specification, the command line's promises
+FAST=(tests/formats tests/specs tests/test_imports.py tests/test_tiers.py tests/test_terminal.py tests/convert/test_plan.py)
+if [ "${1:-}" = --fast ]; then
+  shift
+  is_set_up || set_up
+  style_and_types
+  exec "$VENV/bin/pytest" -q -n 2 "${FAST[@]}" "$@"
 fi
-# The build's own tools come first, so that the kernels are compiled once for this and for the packaging test.
-"$VENV/bin/pip" install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
-PATH="$PWD/$VENV/bin:$PATH" "$VENV/bin/pip" install --quiet --no-build-isolation -c constraints.txt -e ".[$extras]"
-"$VENV/bin/python" -c '
-from pagestone.formats import native
-assert native.built(), "the C++ kernels were not built: is there a C++ compiler?"'
-"$VENV/bin/python" scripts/make_import_tree.py
-"$VENV/bin/ruff" check .
-"$VENV/bin/ruff" format --check --quiet .
-"$VENV/bin/mypy"
+set_up
+style_and_types
 # tests/formats compares every kernel with its definition on every instruction set; here the variable itself is held
 for isa in $("$VENV/bin/python" -c 'from pagestone.formats import native; print(*native.available())'); do
   echo "== conversion with PAGESTONE_ISA=$isa"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.families import MODELS, PARTS, SIZES, Built, built, is_expert, read_tensors, write_tensors
+from kits.families import FAMILIES, MODELS, PARTS, SIZES, Built, built, is_expert, read_tensors, write_tensors
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import open_checkpoint
@@ -54,7 +54,7 @@ def stored_matrix(tensors: dict[str, Any], codec: Codec, name: str, rows: int, c
 @pytest.mark.parametrize(
     ("size", "codec_name"), [(s, c) for c in CODECS for s in SIZES if c in ("bf16", "fp8", "int8") or s == "half"]
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_container_holds_the_model(make: Make, tmp_path: Path, name: str, size: str, codec_name: str) -> None:
     """Each expert's stored arrays are the codec's definition of the model's own parameters, bit for bit; everything
     else is byte for byte what transformers saved; nothing is unknown, nothing is left over."""
@@ -93,7 +93,7 @@ def test_container_holds_the_model(make: Make, tmp_path: Path, name: str, size: 
     assert not verify(out, source=source.root).findings
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_plan_knows_every_name(make: Make, tmp_path: Path, name: str) -> None:
     """Every tensor is converted or copied by a rule of the family; the plan says how the experts are stored."""
     source = make(name, "wide")
@@ -114,7 +114,7 @@ def test_plan_knows_every_name(make: Make, tmp_path: Path, name: str) -> None:
         assert layer["layout"] == ("per-expert" if family.loads_parts else "fused")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_parts_do_what_the_model_does(make: Make, tmp_path: Path, name: str) -> None:
     """gate, up and down from a container, put into the expert's formula, give what transformers' module gives: the
     three were not only taken apart as its flags say, they are the right three."""
@@ -154,7 +154,7 @@ def test_parts_do_what_the_model_does(make: Make, tmp_path: Path, name: str) -> 
 
 def test_dtype_of_the_router_bias(make: Make) -> None:
     """e_score_correction_bias is F32 in the source, so that copying it tells a copy from a cast."""
-    for name in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+    for name in {"deepseek_v3", "glm4_moe", "minimax_m2"}.intersection(FAMILIES):
         found = {n: t[0] for n, t in read_tensors(make(name, "wide").root).items() if "e_score_correction" in n}
         assert found and set(found.values()) == {"F32"}, name
 
@@ -196,7 +196,7 @@ def layer_files(root: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in sorted(root.iterdir()) if f.name.startswith(("layers-", "mtp-"))}
 
 
-@pytest.mark.parametrize("name", [m.name for m in MODELS.values() if m.experts == "mlp.experts" and m.own_names])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if MODELS[n].experts == "mlp.experts" and MODELS[n].own_names])
 def test_fused_is_the_same_container(make: Make, tmp_path: Path, name: str) -> None:
     """Where a family may come fused (a release, or a re-save of one), its layer files are the same bytes."""
     source = make(name, "half")
@@ -343,7 +343,7 @@ def test_a_dense_model_of_a_moe_family(make: Make, tmp_path: Path) -> None:
 
 
 # hard case: MTP as model.layers.<num_hidden_layers>: kept, never dropped, never taken for a decoder layer
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if MODELS[n].mtp == "extra layer"])
 def test_mtp_as_an_extra_layer(make: Make, tmp_path: Path, name: str) -> None:
     """It is the MTP block with its own file; a family without such a block refuses the layer; a config that announces
     one which is not there is reported."""
@@ -361,7 +361,7 @@ def test_mtp_as_an_extra_layer(make: Make, tmp_path: Path, name: str) -> None:
 
 # hard case: prefixes model.layers., model.language_model.layers., language_model.model.layers.
 @pytest.mark.parametrize("top", ["model", "model.language_model", "language_model.model"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_under_every_prefix(make: Make, tmp_path: Path, name: str, top: str) -> None:
     """A family's layers are found, and none of their tensors is unknown, under each nesting checkpoints use."""
     source = make(name, "half")
@@ -375,7 +375,7 @@ def test_every_family_under_every_prefix(make: Make, tmp_path: Path, name: str, 
 
 
 # hard case: num_experts, num_local_experts, n_routed_experts; fewer experts than the config says
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_experts_are_counted(make: Make, tmp_path: Path, name: str) -> None:
     """Router and config both say how many experts there are: too few is an error in every family."""
     source = make(name, "half")
@@ -408,7 +408,7 @@ def test_sizes_are_compared(make: Make, tmp_path: Path, name: str) -> None:
 
 
 # hard case: a name with a path part of the family's expert block that the family does not claim is an error
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_unclaimed_names_below_the_experts(make: Make, tmp_path: Path, name: str) -> None:
     """A tensor nobody claims below an experts module is an error in every family; elsewhere it is copied, unknown."""
     source = make(name, "half")
@@ -424,7 +424,7 @@ def test_unclaimed_names_below_the_experts(make: Make, tmp_path: Path, name: str
 
 
 # hard case: ids must be exactly 0..E-1; a layer that lacks a part is an error
-@pytest.mark.parametrize("name", [m.name for m in MODELS.values() if m.own_names])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if MODELS[n].own_names])
 def test_every_part_of_every_expert(make: Make, tmp_path: Path, name: str) -> None:
     """A missing expert, or a missing part of one, is named."""
     source = make(name, "half")

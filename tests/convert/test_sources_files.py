@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from kits.families import MODELS, built, read_tensors, write_tensors
+from kits.families import FAMILIES, built, read_tensors, write_tensors
 from kits.quantised import EXPERTS, Fp8Spec, Int8Spec, write
 
 from pagestone.convert.checkpoint import open_checkpoint
@@ -189,7 +189,7 @@ def test_layers_not_asked_for_keep_their_names(tmp_path: Path) -> None:
     assert make_plan(open_checkpoint(tmp_path / "s"), codecs.get("fp8")).codec.parameters["scale_dtype"] == "F32"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_layers_option_in_every_family(
     oracle: Callable[[str], ModuleType], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:

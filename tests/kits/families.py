@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -125,6 +126,31 @@ def _models() -> dict[str, Model]:
 
 
 MODELS = _models()
+
+
+def structure(model: Model) -> str:
+    """What makes the tensors of a family unlike those of others: one path through the code for all families of one."""
+    if model.name == "gpt_oss":
+        return "fused, transposed, interleaved, with biases"
+    if not model.own_names:
+        return f"fused in {model.experts}"
+    return f"per expert in {model.experts}" + (f", MTP as {model.mtp}" if model.mtp else "")
+
+
+LONG = bool(os.environ.get("PAGESTONE_LONG"))
+"""Whether this is the long run: every family, not one of each structure."""
+STRUCTURES = {
+    "per expert in mlp.experts": "qwen3_moe",
+    "per expert in mlp.experts, MTP as mtp": "qwen3_5_moe",
+    "per expert in mlp.experts, MTP as extra layer": "deepseek_v3",
+    "per expert in block_sparse_moe.experts": "mixtral",
+    "fused in mlp.experts": "qwen3_vl_moe",
+    "fused in block_sparse_moe.experts": "granitemoe",
+    "fused, transposed, interleaved, with biases": "gpt_oss",
+}
+"""The family that stands for each structure; among them are dense layers, shared experts, vision and router biases."""
+FAMILIES = tuple(name for name in MODELS if LONG or name in STRUCTURES.values())
+"""The families that this run tries on checkpoints of transformers."""
 
 
 @dataclass(frozen=True)

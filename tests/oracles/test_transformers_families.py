@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.families import MODELS, PARTS, Built, built, read_tensors, write_tensors
+from kits.families import FAMILIES, MODELS, PARTS, Built, built, read_tensors, write_tensors
 
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
@@ -95,7 +95,7 @@ def assert_right(source: Built, out: Path, codec: str, model: Any, info: dict[st
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", ["wide", "square"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_right_weights_or_an_exception(
     make: Callable[[str, str], Built], tmp_path: Path, name: str, size: str, codec: str
 ) -> None:
