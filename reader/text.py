@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.strict_json import brief, load_object, loads
 from pagestone.reader import host
 from pagestone.reader.files import RESTORE, MachineErrors
+from pagestone.reader.inputs import file as read_text
 from pagestone.reader.inputs import option
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
@@ -191,6 +192,7 @@ def open_tokenizer(root: Path, given: Path | None = None, variables: Mapping[str
             file=place,
             remedy=GIVE,
         )
+    _check_fields(place)
     try:
         tokens = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (MemoryError, KeyboardInterrupt, SystemExit):
@@ -212,8 +214,9 @@ def _check_belongs(tokenizer: Tokenizer, root: Path) -> None:
         found = "a tokenizer that knows words expected, found one that makes nothing of text"
     else:
         return
-    lacks = "" if (tokenizer.place / "tokenizer.json").is_file() else "; there is no tokenizer.json"
-    raise RequestError(found + lacks, code="E1233", file=tokenizer.place, remedy=GIVE)
+    file = tokenizer.place / "tokenizer.json"
+    lacks = "" if file.is_file() else f"; there is no {file.name}"
+    raise RequestError(found + lacks, code="E1233", file=file if not lacks else tokenizer.place, remedy=GIVE)
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, place: Path) -> None:
@@ -239,13 +242,25 @@ def first_line(error: BaseException) -> str:
 
 def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
     """The error to raise for a tokenizer that failed: about the damaged file, if it can be told which."""
-    for name in SIDE_TABLES:
-        complaint = _complaint(place / name)
+    for path in (*(place / name for name in SIDE_TABLES), *sorted(place.glob("**/*.jinja"))):
+        complaint = _complaint(path)
         if complaint is not None:
-            return DataError(complaint, code="E1237", file=place / name, remedy=f"{RESTORE}, or {GIVE}")
+            return _damaged(path, complaint)
     return RequestError(
         f"transformers cannot load this tokenizer: {first_line(error)}", code="E1230", file=place, remedy=GIVE
     )
+
+
+def _damaged(path: Path, complaint: str) -> DataError:
+    return DataError(complaint, code="E1237", file=path, remedy=f"{RESTORE}, or {GIVE}")
+
+
+def _check_fields(place: Path) -> None:
+    """Refuse (E1237) fields of the small tables that transformers would take as they are, and forget what they mean."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        complaint = _complaint(place / name)
+        if complaint is not None:
+            raise _damaged(place / name, complaint)
 
 
 def _complaint(path: Path) -> str | None:
@@ -253,15 +268,18 @@ def _complaint(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
+        if path.suffix == ".jinja":
+            read_text(path)
+            return None
         table = read_table(path)
-    except DataError as error:
+    except PagestoneError as error:
         return error.message
     if path.name == "tokenizer.json":
         return _tokenizer_complaint(path)
-    for name, value in table.items():
-        expected = _expected(name)
-        if expected is not None and not expected[1](value):
-            return f"{name}: {expected[0]} expected, found {brief(value)}"
+    for name, (expected, fits) in FIELDS.items():
+        value = table.get(name)
+        if value is not None and not fits(value):
+            return f"{name}: {expected} expected, found {brief(value)}"
     return None
 
 
@@ -278,36 +296,35 @@ def _tokenizer_complaint(path: Path) -> str | None:
 
 
 def _is_token(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _are_tokens(value: Any) -> bool:
+    found = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | list) and all(map(_is_token, found))
+
+
+def _are_numbered(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        i.isdecimal() and isinstance(token, dict) and _is_token(token) for i, token in value.items()
     )
 
 
-def _expected(name: str) -> tuple[str, Callable[[Any], bool]] | None:
-    """(in words, test) of a field of tokenizer_config.json, special_tokens_map.json, added_tokens.json, config.json."""
-    if name.endswith("_special_tokens"):
-        return "tokens", lambda v: v is None or all(map(_is_token, v.values() if isinstance(v, dict) else _list(v)))
-    if name.endswith("_token") and not name.startswith("add_"):
-        return "a token", _is_token
-    if name == "added_tokens_decoder":
-        return (
-            "tokens by id",
-            lambda v: (
-                isinstance(v, dict)
-                and all(k.isdecimal() and isinstance(t, dict) and _is_token(t) for k, t in v.items())
-            ),
-        )
-    if name in ("tokenizer_class", "model_type", "backend"):
-        return "a name", lambda v: v is None or isinstance(v, str)
-    if name == "model_max_length":
-        return "a number", lambda v: v is None or (isinstance(v, int | float) and not isinstance(v, bool))
-    if name == "chat_template":
-        return "a template, or a list of named ones", lambda v: (
-            v is None or isinstance(v, str)
-            or (isinstance(v, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in v))
-        )  # fmt: skip
-    return None
+def _is_template(value: Any) -> bool:
+    named = isinstance(value, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in value)
+    return named or isinstance(value, str)
 
 
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [0]  # 0 is no token
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        (f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), ("a token", _is_token)
+    ),
+    "additional_special_tokens": ("tokens", _are_tokens),
+    "extra_special_tokens": ("tokens", _are_tokens),
+    "added_tokens_decoder": ("tokens by id", _are_numbered),
+    "chat_template": ("a template, or a list of named ones", _is_template),
+    "model_max_length": ("a number", lambda v: isinstance(v, int | float)),
+    **dict.fromkeys(("tokenizer_class", "model_type", "backend"), ("a name", lambda v: isinstance(v, str))),
+    "text_config": ("an object", lambda v: isinstance(v, dict)),
+}
+"""(in words, test) of fields of a tokenizer's tables and of config.json; any may be absent or null."""

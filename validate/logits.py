@@ -193,6 +193,9 @@ def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: 
             file=request.against,
             remedy="give the audit of this container, or of one with the same contents",
         )
+    for path in (request.ids, request.prompts):
+        if path is not None:
+            _lines(path)  # refused before minutes are spent on loading
     reference: Side | None = None
     if table is None:
         progress("resident side")
