@@ -248,7 +248,8 @@ def session(
             note("(Ctrl-D ends the session)")
             continue
         except PagestoneError as error:
-            note(f"error: {error}")
+            for line in f"error: {error}".splitlines():
+                note(line)
             continue
         turn = talk.turn(ids, limit, emit, think)
         emit("\n")

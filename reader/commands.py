@@ -306,11 +306,12 @@ class _Screen:
     def say(self, text: str) -> None:
         """Part of the answer."""
         self.end_thought()
-        print(text, end="", flush=True)
+        print(_harmless(text, sys.stdout), end="", flush=True)
 
     def think(self, text: str) -> None:
         """Part of a thought."""
-        print(text if self._thinking else f"(thought) {text}", end="", file=sys.stderr, flush=True)
+        begun = "" if self._thinking else "(thought) "
+        print(begun + _harmless(text, sys.stderr), end="", file=sys.stderr, flush=True)
         self._thinking = True
 
     def end_thought(self) -> None:
@@ -318,6 +319,15 @@ class _Screen:
         if self._thinking:
             _note("")
         self._thinking = False
+
+
+CONTROLS = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
+"""What a terminal obeys. Joiners and marks of direction are not among them: languages need those."""
+
+
+def _harmless(text: str, stream: Any) -> str:
+    """What a model says, for a terminal without the characters that command it."""
+    return text.translate(CONTROLS) if stream.isatty() else text
 
 
 @with_options

@@ -19,6 +19,7 @@ from kits.words import HARMONY, THINK, directory, edited
 from pagestone.formats.errors import RequestError
 from pagestone.reader import inputs
 from pagestone.reader.chat import Conversation, session
+from pagestone.reader.commands import _Screen
 from pagestone.reader.sampling import Sampling
 from pagestone.reader.text import Tokenizer, open_tokenizer
 from pagestone.validate import fidelity, logits
@@ -185,6 +186,7 @@ def test_a_failing_template_ends_the_turn() -> None:
     assert shown == "Paris.\nBerlin.\n"
     errors = [n for n in notes if n.startswith("error: ")]
     assert len(errors) == 2 and "no x (E1234)" in errors[0] and "E1238" in errors[1]
+    assert not any("\n" in n for n in notes) and any(n.startswith("  what to do: ") for n in notes)
     assert "user\nx<" not in heard(tokenizer, model, 1) and "Paris." in heard(tokenizer, model, 1)
 
 
@@ -300,6 +302,20 @@ def test_thoughts_go_to_stderr(advised: Path, capsys: pytest.CaptureFixture[str]
     assert "(the model ended within its thought: there is no answer, only a thought)" in err
 
 
+def test_a_terminal_takes_no_commands_from_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control characters in an answer or a thought are written as escapes at a terminal; elsewhere text is text."""
+    text = "a\x1b[2J\x9b\x07\r\n\tक्‍ष\u200d"
+    for terminal, expected in ((True, "a\\x1b[2J\\x9b\\x07\\x0d\n\tक्‍ष\u200d"), (False, text)):
+        for stream in ("stdout", "stderr"):
+            monkeypatch.setattr(f"sys.{stream}.isatty", lambda terminal=terminal: terminal)
+        screen = _Screen()
+        screen.say(text)
+        screen.think(text)
+        assert tuple(capsys.readouterr()) == (expected, f"(thought) {expected}")
+
+
 def test_a_cut_answer_says_so(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`run` too; nothing is said of one that ended by itself."""
     assert command(*run(plain, "--max-new-tokens", "3")) == 0
@@ -365,8 +381,7 @@ def test_the_system_message_is_tried_before_loading(
     for asked in (["chat", advised], ["run", advised, "--prompt", "x"]):
         refused([*asked, "--system", "Be brief."], capsys, "chat_template.jinja", "no system role", "E1234")
         refused([*asked, "--template-var", "enable_thinking=true"], capsys, "thinks", "E1234")
-        with pytest.raises(Loaded):
-            command(*asked)
+        assert command(*asked) == 3 and "Loaded" in capsys.readouterr().err
 
 
 # -- text in ----------------------------------------------------------------------------------------------------------
