@@ -6,19 +6,28 @@ import hashlib
 import json
 import sys
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kits.checkpoints import LAYOUTS, SIDE_FILES, T_BLOCK, T_ORDER, Tensor, write_checkpoint
+from kits.checkpoints import LAYOUTS, SIDE_FILES, T_BLOCK, T_ORDER, T_VARIED, Tensor, write_checkpoint
 from kits.containers import Source, assert_is_definition, contents, read_table
 from safetensors import safe_open
 
-from pagestone.convert.prepare import Outcome, prepare
+from pagestone.convert import pipeline
+from pagestone.convert.encode import EncodedExpert
+from pagestone.convert.prepare import Outcome, plan_for, prepare
+from pagestone.convert.publish import open_work
+from pagestone.convert.reading import SourceFiles, page_buffer
 from pagestone.formats import codecs
+from pagestone.formats.codecs import EncodeStats
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import read_experts, read_manifest
+from pagestone.validate.verify import verify
 
 
 def open_files() -> int:
@@ -61,6 +70,27 @@ def test_small_models_are_the_definition(tmp_path, codec, model, shift):
     source = spec.write(tmp_path / "s", shards=3, alphabetical=True, shift=shift)
     run(source, tmp_path / "o", codec)
     assert assert_is_definition(tmp_path / "o", source, codec) == spec.experts * len(spec.blocks())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("codec", EVERY_CODEC)
+def test_layers_of_unequal_shape(tmp_path, codec, workers, fused):
+    """A worker's buffer holds larger records before smaller ones: nothing of them is left, in pads least of all."""
+    spec = T_VARIED.having(fused=fused)
+    if codec.startswith("q"):
+        spec = spec.having(hidden=64, sizes=(192, 64, 128))
+    source = spec.write(tmp_path / "s")
+    run(source, tmp_path / "o", codec, workers)
+    assert assert_is_definition(tmp_path / "o", source, codec) == 9
+    assert verify(tmp_path / "o", source=source).exit_code == 0
+    strides = {}
+    for file in sorted((tmp_path / "o").glob("layers-0?.safetensors")):
+        with safe_open(file, "np") as opened:
+            strides[file.name] = int(opened.metadata()["pagestone.stride"])
+            names = opened.keys()
+            assert any(n.endswith(".pad") for n in names), "the last record of this shape has no pad to leave bytes in"
+    assert len(set(strides.values())) > 1, strides
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -288,6 +318,68 @@ def test_progress_adds_up(tiny, tmp_path):
     run(tiny, tmp_path / "o", "int8", progress=seen.append)
     size = sum(f.stat().st_size for f in tiny.iterdir())
     assert 0 <= size - sum(seen) < 64 << 10  # headers, config and index are not counted
+
+
+@pytest.mark.parametrize("what", ["dense", "side file"])
+def test_copying_stops(tiny, tmp_path, what):
+    """A worker that copies something long stops when another has failed, and does not call its file finished."""
+    plan = plan_for(tiny, tmp_path / "o", codecs.get("int8"), layers=None, include_code=False)
+    with open_work(tmp_path / "o") as work:
+        work.begin({}, {}, force=False)
+        files, seen = SourceFiles(plan.checkpoint.path), []
+
+        def progress(nbytes: int) -> None:
+            seen.append(nbytes)
+            shared.stop.set()
+
+        shared = pipeline._Shared(plan, work, files, progress)
+        hands = pipeline._Hands(pipeline.ExpertReader(files, 1), page_buffer(1), page_buffer(64))
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pipeline, "CHUNK", 64)
+                if what == "dense":
+                    pipeline._copy_dense(shared, plan.dense[0], hands)
+                else:
+                    side = next(f for f in plan.side_files if f.rule is None and f.nbytes > 1000)
+                    pipeline._copy_file(shared, side.name, side.nbytes, hands)
+        finally:
+            files.close()
+        assert len(seen) == 1 and not work.finished
+
+
+def test_adding_experts_takes_turns(tiny, tmp_path):
+    """Workers that add experts of one layer at once are counted one after another: no note and no expert is lost."""
+    plan = plan_for(tiny, tmp_path / "o", codecs.get("bf16"), layers=None, include_code=False)
+    target = plan.layers[0]
+    inside, alone = threading.Lock(), []
+
+    class Slow(Counter):
+        """Notes that take time to add: two threads that do it at once meet here."""
+
+        def items(self):
+            alone.append(inside.acquire(blocking=False))
+            time.sleep(0.02)
+            if alone[-1]:
+                inside.release()
+            return super().items()
+
+    with open_work(tmp_path / "o") as work:
+        writer = pipeline.LayerWriter(target, work)
+        record, start = page_buffer(writer.layout.stride), threading.Barrier(4)
+        stats = dict.fromkeys(PARTS, EncodeStats(0.0, 0.0))
+
+        def add(expert: int) -> None:
+            start.wait()
+            writer.add(expert, record, EncodedExpert(stats=stats, notes=Slow(seen=1)))
+
+        threads = [threading.Thread(target=add, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert alone == [True] * 4, "two workers were inside at once"
+        assert writer._left == target.file.count - 4 and writer._notes == {"seen": 4}
+        writer.close()
 
 
 def test_nothing_is_left_running_or_open(tiny, tmp_path):

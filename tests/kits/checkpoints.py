@@ -6,7 +6,8 @@
 
 Column 0 of every expert matrix holds `tag(...)`, a number that tells layer, part, expert and row (`origin` reads it
 back); the other columns hold it with other signs and halved some times. `T_ORDER` has twelve experts, so that "10"
-sorts before "2"; in `T_BLOCK` no dimension is a multiple of 128, and gate and up meet inside a block of 128 rows.
+sorts before "2"; in `T_BLOCK` no dimension is a multiple of 128, and gate and up meet inside a block of 128 rows;
+`T_VARIED` has layers of unequal shape.
 """
 
 from __future__ import annotations
@@ -156,6 +157,8 @@ class Spec:
     mtp_fused: bool = True
     dtype: str = "BF16"
     config_extra: Mapping[str, Any] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    """Intermediate sizes of the MoE layers one by one, where they are not all `intermediate`."""
 
     def having(self, **changes: Any) -> Spec:
         """The same model but for these fields; `fused` alone changes the MTP block's layout too."""
@@ -175,20 +178,26 @@ class Spec:
         found = [("layers", n, f"{self.root}.layers.{n}") for n in range(self.layers)]
         return found + ([("mtp", 0, "mtp.layers.0")] if self.mtp else [])
 
-    def shape(self, part: str) -> tuple[int, int]:
-        """(rows, columns) of one part of one expert."""
-        return (self.hidden, self.intermediate) if part == "down" else (self.intermediate, self.hidden)
+    def shape(self, part: str, position: int = 0) -> tuple[int, int]:
+        """(rows, columns) of one part of one expert of the layer at a place in `blocks()`."""
+        size = self.sizes[position] if self.sizes else self.intermediate
+        return (self.hidden, size) if part == "down" else (size, self.hidden)
+
+    @property
+    def tall(self) -> int:
+        """The most rows a matrix has."""
+        return max(self.hidden, self.intermediate, *self.sizes)
 
     def tag(self, position: int, part: str, expert: int, row: int) -> float:
         """The value in column 0 of a row; `position` is the layer's place in `blocks()`."""
-        rows = max(self.hidden, self.intermediate)
+        rows = self.tall
         number = ((position * 3 + PARTS.index(part)) * self.experts + expert) * rows + row
         return float(_tag_values(np.array([number]), self.dtype)[0])
 
     def origin(self, value: float) -> tuple[int, str, int, int]:
         """(position, part, expert, row) of a value found in column 0."""
-        rows, count = max(self.hidden, self.intermediate), 3 * len(self.blocks()) * self.experts
-        every = _tag_values(np.arange(count * max(self.hidden, self.intermediate)), self.dtype)
+        rows, count = self.tall, 3 * len(self.blocks()) * self.experts
+        every = _tag_values(np.arange(count * rows), self.dtype)
         rest, row = divmod(int(np.argmin(np.abs(every - value))), rows)
         rest, expert = divmod(rest, self.experts)
         position, part = divmod(rest, 3)
@@ -196,9 +205,8 @@ class Spec:
 
     def matrix(self, position: int, part: str, expert: int) -> np.ndarray:
         """float32 [rows, columns] of one expert; the source holds it exactly."""
-        rows, columns = self.shape(part)
-        tall = max(self.hidden, self.intermediate)
-        first = ((position * 3 + PARTS.index(part)) * self.experts + expert) * tall
+        rows, columns = self.shape(part, position)
+        first = ((position * 3 + PARTS.index(part)) * self.experts + expert) * self.tall
         tags = _tag_values(first + np.arange(rows), self.dtype)
         column, row = np.arange(columns), np.arange(rows)[:, None]
         halvings = (column * 5 + row * 3) % 7 % 4
@@ -256,7 +264,8 @@ class Spec:
         """config.json, nested or flat as the family has it."""
         text: dict[str, Any] = {
             "model_type": "qwen3_moe" if self.family == "qwen3_moe" else "qwen3_5_moe_text",
-            "hidden_size": self.hidden, "moe_intermediate_size": self.intermediate, "num_experts": self.experts,
+            "hidden_size": self.hidden, "moe_intermediate_size": list(self.sizes) or self.intermediate,
+            "num_experts": self.experts,
             "num_hidden_layers": self.layers, "num_experts_per_tok": 2, "rms_norm_eps": 1e-06,
         } | ({"mtp_num_hidden_layers": 1} if self.mtp else {}) | dict(self.config_extra)  # fmt: skip
         if self.family != "qwen3_5_moe":
@@ -278,6 +287,8 @@ def _tag_values(numbers: np.ndarray, dtype: str) -> np.ndarray:
 
 T_ORDER = Spec(hidden=32, intermediate=48, experts=12)
 T_BLOCK = Spec(hidden=192, intermediate=160, experts=2)
+T_VARIED = Spec(hidden=33, intermediate=48, experts=3, layers=3, sizes=(48, 25, 31), family="qwen3_moe", mtp=False)
+"""Layers whose experts differ in shape, no dimension a multiple of anything: pads lie where others have codes."""
 LAYOUTS = {
     "fused": {"fused": True, "mtp_fused": True},
     "per-expert": {"fused": False, "mtp_fused": False},
