@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagestone.convert import families
+from pagestone.convert import families, mtp
 from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor
 from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseTensor
 from pagestone.convert.experts import find_layers
@@ -180,8 +180,7 @@ def make_plan(
         SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
     )
     _check_names(checkpoint, side, warnings)
-    if checkpoint.text_config.get(family.mtp_field) and not any(s.block == "mtp" for s in found):
-        warnings.append("config.json announces a multi-token-prediction block, the checkpoint has none")
+    config = mtp.truthful(checkpoint, family, warnings)
     unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
     if unknown:
         warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {unknown[0]}")
@@ -189,7 +188,7 @@ def make_plan(
     if contradiction is not None and not checkpoint.container:
         warnings.append(contradiction)
     generated = {
-        CONFIG: _config(checkpoint, codec, dense, targets, family.loads_parts and layers is None),
+        CONFIG: _config(config, codec, dense, targets, family.loads_parts and layers is None),
         INDEX: _index(targets, shards),
     }
     return Plan(
@@ -433,12 +432,12 @@ def config_with(config: dict[str, Any], stated: dict[str, Any] | None, keys: Ite
 
 
 def _config(
-    checkpoint: Checkpoint, codec: Codec, dense: list[DenseTensor], targets: tuple[LayerTarget, ...], loadable: bool
+    config: dict[str, Any], codec: Codec, dense: list[DenseTensor], targets: tuple[LayerTarget, ...], loadable: bool
 ) -> bytes:
-    """The source's config.json with a truthful quantization_config."""
+    """config.json with a truthful quantization_config."""
     dense_shapes = ((t.name, t.dtype, t.shape) for t in dense)
     facts = config_facts(dense_shapes, (t.source.shape for t in targets), targets[0].file.part_names)
-    config = config_with(checkpoint.config, stated_config(codec, facts, loadable), codec.config_keys)
+    config = config_with(config, stated_config(codec, facts, loadable), codec.config_keys)
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 

@@ -300,12 +300,23 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     return columns, []
 
 
+def _is_zero(layer: OpenLayer, expert: int, part: str) -> bool:
+    """Whether a matrix decodes to zeros: the table's norm is only a hint where to look."""
+    start = layer.layout.record_offset(expert)
+    record = np.frombuffer(read_exactly(layer.path, start, layer.layout.stride), np.uint8)
+    arrays = stored_arrays(layer, record, expert, part)
+    return not layer.file.codec.decode(arrays, *layer.file.shape.matrix(part)).any()
+
+
 def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """Warn of expert matrices, and of routers, that are all zero: their number and the first of each."""
-    names = columns["tensor"]
-    zero = [name for name, norm in zip(names, columns["squared_norm"], strict=True) if norm == 0]
+    by_file = {layer.entry.file: layer for layer in layers}
+    rows = zip(columns["file"], columns["expert"], columns["part"], columns["tensor"], columns["squared_norm"],
+               strict=True)  # fmt: skip
+    zero = [name for file, expert, part, name, norm in rows if norm == 0 and _is_zero(by_file[file], expert, part)]
     if zero:
-        yield Finding(WARNING, "W0620", EXPERTS, f"{len(zero)} of {len(names)} matrices are all zero, first {zero[0]}")
+        total = len(columns["tensor"])
+        yield Finding(WARNING, "W0620", EXPERTS, f"{len(zero)} of {total} matrices are all zero, first {zero[0]}")
     family = families.of_config(_config(root) or {})
     if family is None:
         return

@@ -21,6 +21,7 @@ from pagestone.convert.plan import check_paths, make_plan, natural
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.validate.verify import verify
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_sparse.py"
 
@@ -208,11 +209,62 @@ def test_contradicting_quantization_config(tmp_path):
     assert stated["text_config"]["quantization_config"] == stated["quantization_config"]
 
 
-def test_announced_mtp(tmp_path):
-    """A config that announces an MTP block the checkpoint lacks is reported, not refused."""
-    spec = T_ORDER.having(mtp=False, config_extra={"mtp_num_hidden_layers": 1})
-    assert any("multi-token-prediction" in w for w in plan_of(spec.write(tmp_path / "s")).warnings)
-    assert not plan_of(T_ORDER.write(tmp_path / "t")).warnings
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("stated", [0, 1, 2])
+@pytest.mark.parametrize("there", [False, True])
+def test_announced_mtp(tmp_path, family, stated, there):
+    """The container's config announces the MTP blocks that are there, whatever the source's says; the user is told."""
+    spec = T_ORDER.having(family=family, layers=1, mtp=there)
+    config = spec.config()
+    text = config.get("text_config", config)
+    text["mtp_num_hidden_layers"] = stated
+    source = write_checkpoint(tmp_path / "s", spec.tensors(), config)
+    prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    made = json.loads((tmp_path / "o" / "config.json").read_bytes())
+    assert made.get("text_config", made)["mtp_num_hidden_layers"] == int(there)
+    told = [w for w in plan_of(source).warnings if f"mtp_num_hidden_layers {stated}" in w]
+    assert bool(told) == (stated != there) and all(f"has {int(there)}" in w for w in told)
+    assert not verify(tmp_path / "o", source=source).findings
+    assert plan_of(source, layers=(0, 1)).generated["config.json"].count(b'"mtp_num_hidden_layers": %d' % there) == 1
+
+
+def test_mtp_announced_in_other_words(tmp_path):
+    """Every field that counts blocks, and the switch; none is added, and null stays."""
+    spec = T_ORDER.having(layers=1, mtp=False)
+    extra = {"num_nextn_predict_layers": 1, "num_mtp_modules": 3, "use_mtp": True, "mtp_num_hidden_layers": None}
+    for name, tensors in (("none", spec.tensors()), ("one", spec.having(mtp=True).tensors())):
+        there = int(name == "one")
+        config = spec.config() | {"num_mtp_modules": 2}
+        config["text_config"] |= extra
+        plan = plan_of(write_checkpoint(tmp_path / name, tensors, config))
+        made = json.loads(plan.generated["config.json"])
+        assert made["num_mtp_modules"] == there and "mtp_num_hidden_layers" not in made
+        assert {k: made["text_config"][k] for k in extra} == {
+            "num_nextn_predict_layers": there, "num_mtp_modules": there, "use_mtp": bool(there),
+            "mtp_num_hidden_layers": None} | ({"num_nextn_predict_layers": 1} if there else {})  # fmt: skip
+        assert any("num_mtp_modules 2" in w for w in plan.warnings)
+
+
+def test_mtp_that_is_dense_or_elsewhere(tmp_path):
+    """A block without experts counts by its other tensors; where names only hint at blocks, nothing is corrected."""
+    spec = T_ORDER.having(layers=1, mtp=True)
+    dense = {n: t for n, t in spec.tensors().items() if not n.startswith("mtp") or ".experts" not in n}
+    assert not plan_of(write_checkpoint(tmp_path / "dense", dense, spec.config())).warnings
+    odd = {n: t for n, t in spec.tensors().items() if not n.startswith("mtp.")}
+    odd["model.mtp_layers.0.norm.weight"] = Tensor.of([1.0])
+    plan = plan_of(write_checkpoint(tmp_path / "odd", odd, spec.config()))
+    assert json.loads(plan.generated["config.json"])["text_config"]["mtp_num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("stated", [0, 1, 2])
+def test_announced_mtp_as_extra_layers(tmp_path, extra, stated):
+    """The same where blocks stand as further decoder layers."""
+    spec = T_ORDER.having(layers=1 + extra, family="qwen3_moe", fused=False)
+    config = spec.config() | {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": stated}
+    plan = plan_of(write_checkpoint(tmp_path / "s", spec.tensors(), config))
+    assert json.loads(plan.generated["config.json"])["num_nextn_predict_layers"] == extra
+    assert any("num_nextn_predict_layers" in w for w in plan.warnings) == (stated != extra)
 
 
 def test_output_and_source_apart(tmp_path):
