@@ -219,6 +219,10 @@ def test_announced_mtp(tmp_path, family, stated, there):
     text = config.get("text_config", config)
     text["mtp_num_hidden_layers"] = stated
     source = write_checkpoint(tmp_path / "s", spec.tensors(), config)
+    if stated < there:  # experts beyond what is announced may be a decoder layer's
+        with pytest.raises(DataError, match="E0505"):
+            plan_of(source)
+        return
     prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
     made = json.loads((tmp_path / "o" / "config.json").read_bytes())
     assert made.get("text_config", made)["mtp_num_hidden_layers"] == int(there)
@@ -250,6 +254,10 @@ def test_mtp_that_is_dense_or_elsewhere(tmp_path):
     spec = T_ORDER.having(layers=1, mtp=True)
     dense = {n: t for n, t in spec.tensors().items() if not n.startswith("mtp") or ".experts" not in n}
     assert not plan_of(write_checkpoint(tmp_path / "dense", dense, spec.config())).warnings
+    config = spec.config()
+    config["text_config"]["mtp_num_hidden_layers"] = 0
+    plan = plan_of(write_checkpoint(tmp_path / "none said", dense, config))
+    assert json.loads(plan.generated["config.json"])["text_config"]["mtp_num_hidden_layers"] == 1
     odd = {n: t for n, t in spec.tensors().items() if not n.startswith("mtp.")}
     odd["model.mtp_layers.0.norm.weight"] = Tensor.of([1.0])
     plan = plan_of(write_checkpoint(tmp_path / "odd", odd, spec.config()))
@@ -262,7 +270,12 @@ def test_announced_mtp_as_extra_layers(tmp_path, extra, stated):
     """The same where blocks stand as further decoder layers."""
     spec = T_ORDER.having(layers=1 + extra, family="qwen3_moe", fused=False)
     config = spec.config() | {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": stated}
-    plan = plan_of(write_checkpoint(tmp_path / "s", spec.tensors(), config))
+    source = write_checkpoint(tmp_path / "s", spec.tensors(), config)
+    if stated < extra:
+        with pytest.raises(DataError, match="E0505"):
+            plan_of(source)
+        return
+    plan = plan_of(source)
     assert json.loads(plan.generated["config.json"])["num_nextn_predict_layers"] == extra
     assert any("num_nextn_predict_layers" in w for w in plan.warnings) == (stated != extra)
 
