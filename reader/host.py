@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.strict_json import brief
+from pagestone.formats.text import clipped
 from pagestone.reader.container import Container
 from pagestone.reader.dense import DenseTensors, decoded, dense_entries, dense_scales, dense_tensor, load_dense
 from pagestone.reader.errors import Closing
@@ -265,37 +268,46 @@ def check_runnable(container: Container) -> None:
         )
 
 
+@contextmanager
+def _understood(root: Path, complaint: str) -> Iterator[None]:
+    """Whatever transformers raises over a config as E1225 with its file: its classes check little, in many ways."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"{complaint}: {reason(error)}",
+            code="E1225",
+            file=root / "config.json",
+            remedy=f"only models that transformers {TESTED} knows can be run",
+        ) from None
+
+
+def reason(error: BaseException) -> str:
+    """What an error of a library says, on one line, with its kind where the text alone says nothing."""
+    text = " ".join(str(error).split())
+    named = f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not text else text
+    return clipped(named, 400)
+
+
 def _empty_model(root: Path, attention: str) -> tuple[Any, Any, Any, str]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    try:
+    with _understood(root, "transformers does not understand this config"):
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise RequestError(
-            f"transformers does not understand this config: {str(error).splitlines()[0]}",
-            code="E1225",
-            file=root / "config.json",
-            remedy=f"only models that transformers {TESTED} knows can be run",
-        ) from None
-    text = config.get_text_config()
-    for part in (config, text):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config  # it tells others what our codecs do; the experts are ours here
-    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    try:
-        with torch.device("meta"):
-            made = auto.from_config(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
-    except ValueError as error:
-        raise RequestError(
-            f"no language model of transformers fits this config: {str(error).splitlines()[0]}",
-            code="E1225",
-            file=root / "config.json",
-            remedy=f"only models that transformers {TESTED} knows can be run",
-        ) from None
+        text = config.get_text_config()
+        for part in (config, text):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config  # it tells others what our codecs do; the experts are ours here
+        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: a type of torch expected, found {brief(dtype)}")
+    with _understood(root, "no language model of transformers fits this config"), torch.device("meta"):
+        made = auto.from_config(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     if attention == PACKED and not made._supports_sdpa:
         attention = "eager"  # gpt_oss: attention sinks
     made.set_attn_implementation(attention)
@@ -450,14 +462,24 @@ def plain_model(root: Path, *, attention: str = PACKED) -> HostModel:
     quiet()
     register_attention()
     auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(
-        root,
-        dtype="auto",
-        local_files_only=True,
-        trust_remote_code=False,
-        experts_implementation="eager",
-        attn_implementation="eager",
-    )
+    try:
+        model = auto.from_pretrained(
+            root,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            experts_implementation="eager",
+            attn_implementation="eager",
+        )
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot load this checkpoint: {reason(error)}",
+            code="E1251",
+            file=root,
+            remedy="give the checkpoint the container was made from, whole",
+        ) from None
     if attention == PACKED and not model._supports_sdpa:
         attention = "eager"
     model.set_attn_implementation(attention)

@@ -117,7 +117,7 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it can raise anything
             roles = ", ".join(m["role"] for m in messages[-4:])
             raise RequestError(
-                f"the chat template fails on messages of {roles}: {first_line(error)}",
+                f"the chat template fails on messages of {roles}: {host.reason(error)}",
                 code="E1234",
                 file=self._template_file(),
                 remedy="leave out what it does not take (a system message?), use `pagestone run --raw`, or give "
@@ -235,11 +235,6 @@ def check_ids(ids: Sequence[int], vocabulary: int, place: Path) -> None:
 # -- what is wrong with a tokenizer -----------------------------------------------------------------------------------
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its name."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
-
-
 def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
     """The error to raise for a tokenizer that failed: about the damaged file, if it can be told which."""
     for path in (*(place / name for name in SIDE_TABLES), *sorted(place.glob("**/*.jinja"))):
@@ -247,7 +242,7 @@ def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
         if complaint is not None:
             return _damaged(path, complaint)
     return RequestError(
-        f"transformers cannot load this tokenizer: {first_line(error)}", code="E1230", file=place, remedy=GIVE
+        f"transformers cannot load this tokenizer: {host.reason(error)}", code="E1230", file=place, remedy=GIVE
     )
 
 
@@ -291,7 +286,7 @@ def _tokenizer_complaint(path: Path) -> str | None:
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        return f"a tokenizer expected: {first_line(error)}"
+        return f"a tokenizer expected: {host.reason(error)}"
     return None
 
 

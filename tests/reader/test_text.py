@@ -14,6 +14,7 @@ from kits.inference import TINY
 from kits.words import directory, edited
 
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
+from pagestone.reader import host
 from pagestone.reader.sampling import choose_sampling
 from pagestone.reader.text import check_ids, end_tokens, open_tokenizer, parse_variables
 
@@ -246,3 +247,42 @@ def test_ends_are_the_union_of_all_that_say_so(tmp_path: Path) -> None:
 def test_added_tokens_count(tmp_path: Path) -> None:
     """The vocabulary is all tokens, added ones too."""
     assert len(words.byte_level(["<a>", "<b>"]).tokens) == 1026
+
+
+# -- configs that transformers chokes on ------------------------------------------------------------------------------
+
+TEXT = json.loads((TINY / "config.json").read_bytes())["text_config"]
+CONFIGS: dict[str, str] = {
+    "a list": "[]", "cut": '{"model_type": ', "empty": "", "of no kind": edited("config.json", model_type="magic"),
+    "of a number": edited("config.json", model_type=5), "text that is a list": edited("config.json", text_config=[]),
+    "a torch type that is none": edited("config.json", text_config=TEXT | {"dtype": "magic"}),
+    "another attribute of torch": edited("config.json", text_config=TEXT | {"dtype": "nn"}),
+    **{
+        f"{field} {value!r}": edited("config.json", text_config=TEXT | {field: value})
+        for field, value in (
+            ("hidden_act", "magic"), ("rope_parameters", 5), ("rope_parameters", {"rope_type": "magic"}),
+            ("num_attention_heads", "4"), ("num_attention_heads", 0), ("layer_types", ["magic"] * 4),
+            ("layer_types", ["full_attention"]), ("hidden_size", -1), ("hidden_size", 10**30), ("rms_norm_eps", "x"),
+            ("vocab_size", None), ("num_experts", "16"), ("max_position_embeddings", [4096]),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_that_no_model_can_be_made_of(tmp_path: Path, kind: str) -> None:
+    """Whatever transformers raises: E1225 with the file's name, its reason on one line."""
+    host.quiet()
+    host.register_attention()
+    (tmp_path / "config.json").write_text(CONFIGS[kind])
+    with pytest.raises(RequestError, match=r"config.json: .*E1225") as error:
+        host._empty_model(tmp_path, host.PACKED)
+    message = str(error.value).splitlines()
+    assert len(message) == 2 and len(message[0]) < 800 and not message[0].split("(E1225)")[0].rstrip().endswith(":")
+
+
+def test_a_checkpoint_that_transformers_cannot_load(tmp_path: Path) -> None:
+    """`compare` and its kin: E1251 with the directory's name."""
+    root = directory(tmp_path / "m")
+    with pytest.raises(RequestError, match=rf"{root}: transformers cannot load this checkpoint: .*E1251"):
+        host.plain_model(root)
