@@ -18,7 +18,7 @@ from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor
 from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseTensor
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
-from pagestone.convert.foreign import refuse_foreign
+from pagestone.convert.foreign import explained, refuse_foreign
 from pagestone.convert.scales import block_size, contradicted
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
@@ -30,12 +30,16 @@ from pagestone.formats.layout import PAGE, PARTS, ExpertShape, record_layout, te
 from pagestone.formats.manifest import EXPERTS, MANIFEST
 from pagestone.formats.quantised import KINDS
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
+from pagestone.formats.strict_json import brief
 
 DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
 OUR_NAMES = re.compile(
     rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS)}|(layers|mtp)-\d+(\.rowsum)?\.safetensors|dense-\d+-of-\d+\.safetensors"
 )
+EXPERT_LIKE = re.compile(r".*(expert|[._](moe|(in|out)put_linear)[._]).*")
+"""Names of tensors that are some model's experts, or stand beside them."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
 PARQUET_ROW = 200
 """Bytes: a generous estimate of one row of experts.parquet, for the disk space check only."""
 
@@ -157,7 +161,8 @@ def make_plan(
     """
     refuse_foreign(checkpoint)
     family = _family(checkpoint)
-    experts = find_layers(checkpoint, family)
+    with explained(checkpoint):
+        experts = find_layers(checkpoint, family)
     found, warnings = list(experts.layers), list(experts.warnings)
     kept = found
     if layers is not None:
@@ -170,7 +175,8 @@ def make_plan(
 
     routed = {t.name for s in found for t in s.tensors} | experts.activation_scales
     rules_of_dense = DenseRules(checkpoint.path, checkpoint.tensors, block_size(checkpoint.config), family, codec)
-    dense, fates = rules_of_dense.sort([n for n in checkpoint.tensors if n not in routed])
+    with explained(checkpoint):
+        dense, fates = rules_of_dense.sort([n for n in checkpoint.tensors if n not in routed])
     shards = _dense_targets(checkpoint, dense, header_limit)
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
@@ -231,24 +237,29 @@ def _family(checkpoint: Checkpoint) -> Family:
     family = families.of_config(checkpoint.config)
     if family is not None:
         return family
-    names = [n for n in checkpoint.tensors if "expert" in n]
+    names = [n for n in checkpoint.tensors if EXPERT_LIKE.fullmatch(n)]
     model_type = checkpoint.text_config.get("model_type")
-    if not names:
+    counts = {f: checkpoint.text_config.get(f) for f in EXPERT_COUNTS}
+    stated = ", ".join(f"{field} {count}" for field, count in counts.items() if type(count) is int and count > 1)
+    if not names and not stated:
         raise RequestError(
-            f"a Mixture-of-Experts checkpoint expected; model type {model_type!r} has no expert tensor",
+            f"a Mixture-of-Experts checkpoint expected; model type {brief(model_type)} has no expert tensor",
             code="E0601",
             file=checkpoint.path,
             remedy="convert a Mixture-of-Experts checkpoint",
         )
     shown = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "N", n) for n in names})[:6]
+    shown = shown or [f"none, but config.json says {stated}"]
     known = ", ".join(sorted({f.name for f in families.registry().values()}))
+    file = re.sub(r"[^a-z0-9_]", "_", str(model_type).lower())[:60]
+    named = isinstance(model_type, str) and model_type
     raise RequestError(
-        f"model type {model_type!r} is of no family known here ({known}); expert-like tensors: {', '.join(shown)}",
+        f"model type {brief(model_type)} is of no family known here ({known}); expert-like tensors: {', '.join(shown)}",
         code="E0602",
         file=checkpoint.path / CONFIG,
-        remedy=f"add convert/families/{re.sub(r'[^a-z0-9_]', '_', str(model_type).lower())}.py, "
-        "stating the family's names, fusion and orientation",
-    )
+        remedy=f"use a version that knows it, or add convert/families/{file}.py, stating the family's names, fusion "
+        "and orientation" if named else "state the model_type in config.json, or download it again",
+    )  # fmt: skip
 
 
 def _select(found: list[LayerSource], span: tuple[int, int], checkpoint: Checkpoint) -> list[LayerSource]:

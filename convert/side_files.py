@@ -50,6 +50,7 @@ NEVER_STALE = re.compile(
 )
 """What loaders read for other things: carried whatever fields they have."""
 STALE = "it says how the source was quantised; config.json says what holds for the container"
+UNLISTED = "weights outside the index"
 OUTSIDE = "a link that leaves the checkpoint"
 POINTER = b"version https://git-lfs.github.com/spec/"
 HEAD = 8192
@@ -122,7 +123,7 @@ def _rule(path: Path, homes: Homes) -> tuple[str | None, str | None]:
         return "no regular file, or a link that points nowhere", "neither a file nor a link to one; not copied"
     if name.endswith(".safetensors"):
         told = "not in the index; its tensors are not copied (--merge-unlisted takes them)"
-        return "weights outside the index", told
+        return UNLISTED, told
     if name.endswith(WEIGHT_SUFFIXES) or ".index." in name:
         return "weights in another format", None
     if name.endswith(UNFINISHED):
