@@ -64,7 +64,8 @@ class OutputFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write whole pages from a page-aligned buffer at a page-aligned offset."""
-        assert offset % PAGE == 0 and len(data) % PAGE == 0, (offset, len(data))
+        if offset % PAGE or len(data) % PAGE:
+            raise ValueError(f"whole pages expected, found {len(data)} bytes at {offset}")
         done = 0
         with named(self.path):
             while done < len(data):
@@ -137,7 +138,8 @@ class StreamWriter:
         """Write the rest, make the file durable, and return its digest (16 bytes)."""
         if self._fill:
             self._flush()
-        assert self._offset == self._file.nbytes, (self._file.path, self._offset, self._file.nbytes)
+        if self._offset != self._file.nbytes:  # a file of another length than planned must not be published
+            raise ValueError(f"{self._file.path}: {self._file.nbytes} bytes expected, {self._offset} were written")
         self._file.finish()
         return self._hasher.digest()
 

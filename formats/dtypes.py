@@ -48,9 +48,10 @@ E4M3_VALUES = _e4m3_values()
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element; only for types of whole bytes."""
+    """Bytes of one element; `ValueError` for types that are no whole bytes."""
     bits = ITEM_BITS[dtype]
-    assert bits % 8 == 0, dtype
+    if bits % 8:
+        raise ValueError(f"a type of whole bytes expected, found {dtype}")
     return bits // 8
 
 

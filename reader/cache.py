@@ -133,6 +133,16 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def check_budget(budget: int, largest: int) -> None:
+    """Refuse (E1215) a budget that does not hold the largest record; both in bytes."""
+    if budget < largest:
+        raise RequestError(
+            f"a budget of at least {largest:,} bytes expected (one expert), found {budget:,}",
+            code="E1215",
+            remedy=f"give --budget {largest} or more",
+        )
+
+
 class ExpertCache(Closing):
     """An expert store that reads records into a cache of at most `budget` bytes (see the module's docstring).
 
@@ -150,12 +160,7 @@ class ExpertCache(Closing):
         policy: Policy = balanced,
     ) -> None:
         largest = max(layer.stride for layer in layers.values())
-        if budget < largest:
-            raise RequestError(
-                f"a budget of at least {largest:,} bytes expected (one expert), found {budget:,}",
-                code="E1215",
-                remedy=f"give --budget {largest} or more",
-            )
+        check_budget(budget, largest)
         every = sum(layer.stride * len(layer) for layer in layers.values())
         self.layers, self.budget = layers, budget
         self.counters = {number: Counters() for number in layers}
@@ -262,7 +267,8 @@ class ExpertCache(Closing):
 
     def _drop(self, entry: _Entry) -> None:
         """Forget an entry nobody uses; its buffer is free again unless it is spoiled."""
-        assert not entry.pins and entry.reading is None, entry.key
+        if entry.pins or entry.reading is not None:
+            raise ValueError(f"an entry nobody uses expected, found {entry.key}")
         del self._entries[entry.key]
         self._held[entry.key[0]] -= 1
         self._cached -= entry.nbytes

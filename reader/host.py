@@ -291,6 +291,15 @@ def reason(error: BaseException) -> str:
     return clipped(named, 400)
 
 
+def vocabulary_of(root: Path) -> int:
+    """How many tokens the model of a config.json knows; no model is made. `RequestError` (E1225)."""
+    from transformers import AutoConfig
+
+    with _understood(root, "transformers does not understand this config"):
+        config: Any = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        return int(config.get_text_config().vocab_size)
+
+
 def _empty_model(root: Path, attention: str) -> tuple[Any, Any, Any, str]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

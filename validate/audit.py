@@ -1,6 +1,6 @@
 """Audits of logits as files: what ran where, a hash a step, and traces that tell where two runs part.
 
-The audit is JSON; its traces, a line an event, are `.jsonl.zst` beside it.
+The audit is JSON; its traces, a line an event, are `.jsonl.zst` beside it. `recorded` reads both.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from pagestone.formats import native
-from pagestone.formats.errors import DataError
 from pagestone.reader.container import Container
 from pagestone.reader.host import NATIVE, HostModel
-from pagestone.validate.sides import Difference, Event, Prompt, Side, Step
+from pagestone.validate.sides import Difference, Prompt, Side
 
 VERSION = 1
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
@@ -78,11 +77,11 @@ def _cpu() -> str:
     return f"{facts.get('model name', platform.processor())} ({hashlib.sha256(flags.encode()).hexdigest()[:8]})"
 
 
-def differing(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """What keeps two runs from being comparable, a phrase each."""
     found = []
     for group, key in COMPARED:
-        ours, theirs = here[group][key], there.get(group, {}).get(key)
+        ours, theirs = here[group][key], there[group][key]
         if ours != theirs:
             found.append(f"{group} {key} is {ours} here, {theirs} there")
     return found
@@ -111,8 +110,11 @@ class Audit:
         """0 equal and proven; 1 different or unproven; 2 not comparable."""
         return 2 if self.result == NOT_COMPARABLE else int(self.result == DIFFERENT or bool(self.unproven))
 
-    def table(self, traces: str | None) -> dict[str, Any]:
-        """The audit file. Hashes are those of the streamed side; of a failed one, the resident's stand beside them."""
+    def table(self, traces: str | None, lines: int | None = None) -> dict[str, Any]:
+        """The audit file; `lines` is how many its traces have.
+
+        Hashes are those of the streamed side; of a failed one, the resident's stand beside them.
+        """
         manifest = self.container.manifest
         ran = self.streamed.steps if self.streamed else []
         wanted = self.reference.steps if self.reference else None
@@ -135,14 +137,14 @@ class Audit:
             "resident_side": self.against or ("encoded from the source" if self.source else "the container's records"),
             "resident": self.reference.table() if self.reference else None,
             "streamed": self.streamed.table() if self.streamed else None,
-            "prompts": listed, "traces": traces,
+            "prompts": listed, "traces": traces, "trace_lines": lines,
         }  # fmt: skip
 
     def write(self, path: Path) -> Path:
         """Write the audit file and its traces beside it; the path of the traces."""
-        traces = path.with_name(path.name.removesuffix(".json") + ".traces.jsonl.zst")
-        _write_traces(traces, self._events())
-        path.write_text(json.dumps(self.table(traces.name), indent=1) + "\n", encoding="utf-8")
+        traces = traces_beside(path)
+        lines = _write_traces(traces, self._events())
+        path.write_text(json.dumps(self.table(traces.name, lines), indent=1) + "\n", encoding="utf-8")
         return traces
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -156,50 +158,18 @@ class Audit:
                     yield line if x == y else line | {"streamed": asdict(y)}
 
 
-def _write_traces(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+def traces_beside(path: Path) -> Path:
+    """Where the traces of an audit at `path` go."""
+    return path.with_name(path.name.removesuffix(".json") + ".traces.jsonl.zst")
+
+
+def _write_traces(path: Path, lines: Iterator[dict[str, Any]]) -> int:
+    """Write the lines; how many they were."""
     import zstandard
 
+    count = 0
     with path.open("wb") as handle, zstandard.ZstdCompressor(level=9).stream_writer(handle) as out:
         for line in lines:
             out.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-
-
-def read_traces(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a trace file."""
-    import io
-
-    import zstandard
-
-    with path.open("rb") as handle, zstandard.ZstdDecompressor().stream_reader(handle) as stream:
-        for line in io.TextIOWrapper(stream, encoding="utf-8"):
-            yield json.loads(line)
-
-
-def read_audit(path: Path) -> dict[str, Any]:
-    """An audit file's table; `DataError` if it is none."""
-    try:
-        table = json.loads(path.read_bytes())
-        assert table["audit"] == "pagestone logits" and table["version"] == VERSION
-        for prompt in table["prompts"]:
-            assert len(prompt["sha256"]) == len(prompt["choices"]) and prompt["ids"]
-        assert table["container"]["id"]
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise DataError(
-            f"an audit of version {VERSION} expected", code="E1303", file=path, remedy="make one with --audit"
-        ) from None
-    return dict(table)
-
-
-def recorded(table: dict[str, Any], path: Path) -> list[list[Step]]:
-    """The steps an audit recorded, with events if its traces lie beside it."""
-    steps = [
-        [Step(len(p["ids"]) if at == 0 else 1, sha, choice) for at, (sha, choice) in
-         enumerate(zip(p["sha256"], p["choices"], strict=True))]
-        for p in table["prompts"]
-    ]  # fmt: skip
-    traces = path.with_name(table.get("traces") or "")
-    if table.get("traces") and traces.is_file():
-        for line in read_traces(traces):
-            event = Event(line["layer"], line["what"], line["expert"], line["digest"])
-            steps[line["prompt"]][line["step"]].events.append(event)
-    return steps
+            count += 1
+    return count

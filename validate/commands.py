@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagestone.convert.machine import machine_errors
 from pagestone.formats import native
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
@@ -106,19 +107,21 @@ def _verify_logits(
     from pagestone.reader.budget import parse_size
     from pagestone.validate import logits
 
-    if sum(x is not None for x in (prompts, ids, against)) > 1:
+    if sum(x is not None for x in (prompts, ids, against)) > 1 or (source is not None and against is not None):
         raise RequestError(
-            "--prompts, --ids and --against exclude each other", code="E0005", remedy="give one (an audit has its own)"
-        )
+            "--prompts, --ids and --against exclude each other, and --source and --against do", code="E0005",
+            remedy="give one: an audit has its own prompts, and stands for the other side",
+        )  # fmt: skip
     request = logits.Request(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
+        experts=host.experts_for(open_to_run(directory).manifest.codec, experts), audit=audit,
     )  # fmt: skip
     result = logits.verify_logits(request, _progress)
-    if audit is not None:
-        result.write(audit)
-    print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result))
+    print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result), flush=True)
+    if audit is not None:  # after the result: a disk that is full by now does not take it away
+        with machine_errors(audit, "writing the audit"):
+            result.write(audit)
     raise typer.Exit(result.exit_code)
 
 

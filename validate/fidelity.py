@@ -14,13 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats.errors import RequestError
+from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.commands import open_model
 from pagestone.reader.decoding import spoken
 from pagestone.reader.host import HostModel
+from pagestone.reader.store import MODES
 from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
+from pagestone.validate import requests
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +123,11 @@ class Fidelity:
 
 def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
     """Run both models over the text and the questions."""
-    host.require()
+    for name, value, least in (("--tokens", request.tokens, 2), ("--window", request.window, 2),
+                               ("--limit", request.limit, 1)):  # fmt: skip
+        requests.number(name, value, least, MAX_COUNT)
+    requests.runnable(request.directory, request.experts, request.io, MODES, request.budget)
+    open_checkpoint(request.source)
     questions = None if request.questions is None else read_questions(request.questions, request.limit)
     tokens = open_tokenizer(request.source, request.tokenizer)
     ids = None if request.text is None else _text_ids(request, tokens)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import encode_expert
 from pagestone.convert.plan import Plan
@@ -25,19 +26,25 @@ from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.budget import all_records, largest_record, size_text
-from pagestone.reader.container import Container, Layer, View, open_to_run
+from pagestone.reader.container import Container, Layer, View
 from pagestone.reader.dense import DenseTensors
+from pagestone.reader.files import MachineErrors
 from pagestone.reader.host import HostModel
 from pagestone.reader.store import ResidentStore, StoreOptions, open_store
 from pagestone.reader.text import open_tokenizer
 from pagestone.validate import audit as audits
+from pagestone.validate import requests
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
-from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
+from pagestone.validate.recorded import Recorded, read_audit
+from pagestone.validate.sides import Prompt, Side, Step, first_difference, proof, run_side
 from pagestone.validate.source import compare_with
 
+STREAMED = ("direct", "mmap")
+"""Ways of reading that stream."""
 LENGTHS = (1, 7, 64)
 """Tokens of the prompts used when none are given."""
 DIGITS = 19
@@ -173,59 +180,91 @@ class Request:
     tokenizer: Path | None = None
     attention: str = host.PACKED
     experts: str = host.NATIVE
+    audit: Path | None = None
+    """Where the audit is to be written; this module only sees that it can be."""
 
 
-def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: None) -> Audit:
-    """Run both sides, or the streamed side against an audit, and compare. See the module's docstring."""
-    host.require()
-    if request.io == "resident":
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request that was checked: what there is to run, and what to compare with."""
+
+    container: Container
+    prompts: list[Prompt]
+    steps: int
+    recorded: Recorded | None
+
+
+def _check(request: Request) -> _Work:
+    """Everything that can be refused, or read, before a model is loaded."""
+    requests.number("--steps", request.steps, 0, MAX_COUNT)
+    requests.number("--threads", request.threads, 0, 64)
+    if request.audit is not None:
+        for path in (request.audit, audits.traces_beside(request.audit)):
+            requests.output(path)
+    container = requests.runnable(request.directory, request.experts, request.io, STREAMED, request.budget)
+    vocabulary = host.vocabulary_of(container.path)
+    if request.against is None:
+        if request.source is not None:
+            open_checkpoint(request.source)
+        return _Work(container, _prompts(container, request, vocabulary), request.steps, None)
+    if not request.against.is_file():
         raise RequestError(
-            "a way of streaming expected, found --io resident", code="E1240", remedy="use --io direct or --io mmap"
+            "an audit expected, found no file", code="E1239", file=request.against, remedy="make one with --audit"
         )
-    host.check_experts(request.experts)
-    container = open_to_run(request.directory)
-    host.check_runnable(container)
-    table = None if request.against is None else audits.read_audit(request.against)
-    if table is not None and table["container"]["id"] != container.container_id:
+    with MachineErrors(request.against, "reading"):
+        recorded = read_audit(request.against)
+    if recorded.container_id != container.container_id:
         raise RequestError(
-            f"an audit of container {container.container_id} expected, found one of {table['container']['id']}",
+            f"an audit of container {container.container_id} expected, found one of {recorded.container_id}",
             code="E1307",
             file=request.against,
             remedy="give the audit of this container, or of one with the same contents",
         )
-    for path in (request.ids, request.prompts):
-        if path is not None:
-            _lines(path)  # refused before minutes are spent on loading
+    recorded.check_ids(vocabulary)
+    with MachineErrors(recorded.traces or request.against, "reading"):
+        for _ in recorded.events(_experts(container)):
+            pass  # all of them are read once, so that what is damaged is known before the run
+    return _Work(container, list(recorded.prompts), len(recorded.steps[0]) - 1, recorded)
+
+
+def _experts(container: Container) -> dict[int, int]:
+    return {number: len(layer) for number, layer in container.layers.items()}
+
+
+def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: None) -> Audit:
+    """Run both sides, or the streamed side against an audit, and compare. See the module's docstring."""
+    work = _check(request)
+    container, prompts, recorded = work.container, work.prompts, work.recorded
     reference: Side | None = None
-    if table is None:
+    wanted: Sequence[Sequence[Step]] = ()
+    if recorded is not None:
+        wanted = recorded.steps
+    else:
         progress("resident side")
         resident = resident_model(container, request.source, request.attention, request.experts)
-        prompts = _prompts(container, request, resident.vocabulary)
-        reference = run_side(resident, prompts, request.steps)
-        wanted, steps = reference.steps, request.steps
+        reference = run_side(resident, prompts, work.steps)
+        wanted = reference.steps
         resident.close()
         del resident
         gc.collect()  # two models at once would take twice the memory
     streamed = _streamed_model(container, request)
     try:
         here = audits.surroundings(streamed)
-        if table is not None:
-            apart = audits.differing(here, table)
-            if apart:
-                return Audit(NOT_COMPARABLE, container, here, [], None, None, incomparable=apart,
-                             against=str(request.against))  # fmt: skip
-            assert request.against is not None
-            prompts = [Prompt(p["name"], tuple(p["ids"])) for p in table["prompts"]]
-            wanted = audits.recorded(table, request.against)
-            steps = len(wanted[0]) - 1
+        apart = [] if recorded is None else audits.differing(here, recorded.surroundings)
+        if apart:
+            return Audit(NOT_COMPARABLE, container, here, [], None, None, incomparable=apart,
+                         against=str(request.against))  # fmt: skip
         progress("streamed side")
-        side = run_side(streamed, prompts, steps, [[s.choice for s in taken] for taken in wanted])
+        side = run_side(streamed, prompts, work.steps, [[s.choice for s in taken] for taken in wanted])
     finally:
         streamed.close()
+    if recorded is not None and recorded.traces is not None:
+        with MachineErrors(recorded.traces, "reading"):
+            recorded.place_difference(side.steps, _experts(container))
     found = first_difference(prompts, wanted, side.steps)
     return Audit(
         DIFFERENT if found else EQUAL, container, here, prompts, reference, side, found, proof(side),
-        source=request.source is not None, against=None if table is None else str(request.against),
+        source=request.source is not None, against=None if recorded is None else str(request.against),
         readers=request.threads,
     )  # fmt: skip
 
@@ -257,7 +296,8 @@ def report(audit: Audit) -> str:
     name = audit.container.path
     if audit.result == NOT_COMPARABLE:
         return shown(f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable))
-    assert audit.streamed is not None
+    if audit.streamed is None:
+        raise ValueError("a run that was compared has a streamed side")
     steps = sum(len(s) for s in audit.streamed.steps)
     total = audit.streamed.counters.total
     lines = []

@@ -11,6 +11,9 @@ from typing import Any
 from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Totals
 
+WHAT = ("input", "routing", "expert", "output")
+"""Kinds of events, as a layer has them: the second is a digest of ids and one of weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -22,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Bytes that were seen in one layer of one step: `what` is "input", "routing", "expert" or "output"."""
+    """Bytes that were seen in one layer of one step: `what` is one of `WHAT`."""
 
     layer: int
     what: str
@@ -139,19 +142,28 @@ def run_side(
     )
 
 
+def first_place(one: Sequence[Sequence[Step]], two: Sequence[Sequence[Step]]) -> tuple[int, int] | None:
+    """(prompt, step) of the first step whose logits differ; None if all are equal."""
+    for number, (first, second) in enumerate(zip(one, two, strict=True)):
+        for at, (a, b) in enumerate(zip(first, second, strict=True)):
+            if a.sha256 != b.sha256:
+                return number, at
+    return None
+
+
 def first_difference(
     prompts: Sequence[Prompt], one: Sequence[Sequence[Step]], two: Sequence[Sequence[Step]]
 ) -> Difference | None:
     """The first step whose logits differ, and the first event of it that does; None if all logits are equal."""
-    for prompt, first, second in zip(prompts, one, two, strict=True):
-        for at, (a, b) in enumerate(zip(first, second, strict=True)):
-            if a.sha256 == b.sha256:
-                continue
-            for x, y in zip(a.events, b.events, strict=False):
-                if x != y:
-                    return Difference(prompt.name, at, x.layer, x.what, x.expert)
-            return Difference(prompt.name, at, None, "logits" if a.events and b.events else "untraced", None)
-    return None
+    place = first_place(one, two)
+    if place is None:
+        return None
+    name, at = prompts[place[0]].name, place[1]
+    a, b = (side[place[0]][at].events for side in (one, two))
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return Difference(name, at, x.layer, x.what, x.expert)
+    return Difference(name, at, None, "logits" if a and b else "untraced", None)
 
 
 def proof(side: Side) -> list[str]:

@@ -20,7 +20,8 @@ def registry() -> dict[str, Family]:
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
         family: Family = importlib.import_module(f"{__name__}.{module}").FAMILY
         for model_type in family.model_types:
-            assert model_type not in found, model_type
+            if model_type in found:
+                raise ValueError(f"{model_type} stands in two families")
             found[model_type] = family
     return found
 

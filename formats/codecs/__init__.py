@@ -198,7 +198,8 @@ def registry() -> dict[str, type[Codec]]:
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
         classes: Sequence[type[Codec]] = importlib.import_module(f"{__name__}.{module}").CODECS
         for cls in classes:
-            assert cls.name not in found, cls.name
+            if cls.name in found:
+                raise ValueError(f"two codecs are called {cls.name}")
             found[cls.name] = cls
     return found
 
