@@ -236,6 +236,7 @@ TWO_MEANINGS: dict[str, tuple[dict[str, Raw], str, str]] = {
     "U8 with a scale": ({"a.weight": raw("U8", 8, 8), "a.weight_scale": one(8, 1)}, "E0514", "a.weight"),
     "I32": ({"a.weight": raw("I32", 8, 8)}, "E0514", "a.weight"),
     "BOOL": ({"a.weight": raw("BOOL", 8, 8)}, "E0514", "a.weight"),
+    "a bias nobody knows in I32": ({"a.bias": raw("I32", 8)}, "E0514", "a.bias"),
     "a bias in I32": ({"model.layers.0.self_attn.q_proj.bias": raw("I32", 576)}, "E0514",
                       "model.layers.0.self_attn.q_proj.bias"),
     "a known name that ends otherwise": ({"model.layers.0.self_attn.sinks": raw("I16", 4)}, "E0514", "sinks"),
