@@ -341,18 +341,24 @@ def _run(
     *,
     running: Running,
 ) -> None:
+    from pagestone.reader import host
     from pagestone.reader.chat import Conversation
     from pagestone.reader.decoding import ignore
     from pagestone.reader.leases import Totals
-    from pagestone.reader.text import end_tokens
+    from pagestone.reader.text import check_ids, end_tokens
 
+    if raw and (system or running.template_var):
+        raise RequestError(
+            "--raw uses no chat template, and --system and --template-var are for one",
+            code="E1252",
+            remedy="leave out --raw, or the others",
+        )
     open_to_run(directory)
     sampling = running.sampling(directory)
     text = inputs.stdin() if prompt == "-" else inputs.option("--prompt", prompt)
     tokenizer = running.open_tokenizer(directory)
     ids = tokenizer.encode(text) if raw else tokenizer.chat([*_system(system), {"role": "user", "content": text}])
-    if not ids:
-        raise RequestError("a prompt of at least one token expected, found none", code="E1243", remedy="say something")
+    check_ids(ids, host.vocabulary_of(directory), tokenizer.place)
     ends = end_tokens(directory, tokenizer)
     opened = running.open_model(directory, sampling)
     screen = _Screen()

@@ -23,7 +23,7 @@ from pagestone.reader.commands import open_model
 from pagestone.reader.decoding import spoken
 from pagestone.reader.host import HostModel
 from pagestone.reader.store import MODES
-from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
+from pagestone.reader.text import Tokenizer, check_ids, end_tokens, open_tokenizer
 from pagestone.validate import requests
 
 if TYPE_CHECKING:
@@ -130,7 +130,11 @@ def compare(request: Request, progress: Callable[[str], None] = lambda _: None) 
     open_checkpoint(request.source)
     questions = None if request.questions is None else read_questions(request.questions, request.limit)
     tokens = open_tokenizer(request.source, request.tokenizer)
+    vocabulary = host.vocabulary_of(request.directory)
     ids = None if request.text is None else _text_ids(request, tokens)
+    asked = [] if questions is None else [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions]
+    for some in [*([] if ids is None else [ids]), *asked]:
+        check_ids(some, vocabulary, tokens.place)
     opened = open_model(request.directory, request.budget, request.io, 2, experts=request.experts)
     try:
         progress("loading the source")

@@ -35,7 +35,7 @@ from pagestone.reader.dense import DenseTensors
 from pagestone.reader.files import MachineErrors
 from pagestone.reader.host import HostModel
 from pagestone.reader.store import ResidentStore, StoreOptions, open_store
-from pagestone.reader.text import open_tokenizer
+from pagestone.reader.text import check_ids, open_tokenizer
 from pagestone.validate import audit as audits
 from pagestone.validate import requests
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
@@ -78,10 +78,13 @@ def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
     return prompts
 
 
-def read_prompts(path: Path, container: Container, tokenizer: Path | None) -> list[Prompt]:
+def read_prompts(path: Path, container: Container, tokenizer: Path | None, vocabulary: int) -> list[Prompt]:
     """A prompt of text a line, without a chat template."""
     tokens = open_tokenizer(container.path, tokenizer)
-    return [Prompt(line[:40], tuple(tokens.encode(line))) for _, line in _lines(path)]
+    prompts = [Prompt(line[:40], tuple(tokens.encode(line))) for _, line in _lines(path)]
+    for prompt in prompts:
+        check_ids(prompt.ids, vocabulary, tokens.place)
+    return prompts
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
@@ -287,7 +290,7 @@ def _prompts(container: Container, request: Request, vocabulary: int) -> list[Pr
     if request.ids is not None:
         return read_ids(request.ids, vocabulary)
     if request.prompts is not None:
-        return read_prompts(request.prompts, container, request.tokenizer)
+        return read_prompts(request.prompts, container, request.tokenizer, vocabulary)
     return default_prompts(container, vocabulary)
 
 

@@ -19,7 +19,7 @@ from kits.words import HARMONY, THINK, directory, edited
 from pagestone.formats.errors import RequestError
 from pagestone.reader import inputs
 from pagestone.reader.chat import Conversation, session
-from pagestone.reader.commands import _Screen
+from pagestone.reader.commands import _asker, _Screen
 from pagestone.reader.sampling import Sampling
 from pagestone.reader.text import Tokenizer, open_tokenizer
 from pagestone.validate import fidelity, logits
@@ -417,6 +417,30 @@ def test_the_system_message_is_tried_before_loading(
         assert command(*asked) == 3 and "Loaded" in capsys.readouterr().err
 
 
+def test_ids_the_model_lacks_are_refused_before_loading(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unloaded: None
+) -> None:
+    """A tokenizer with tokens that were added since: E1233, in every command that takes text."""
+    added = json.loads((TINY / "tokenizer.json").read_bytes())
+    added["added_tokens"].append(added["added_tokens"][-1] | {"id": 1024, "content": "<new>", "special": False})
+    root = directory(tmp_path / "t", {"tokenizer.json": json.dumps(added)})
+    (tmp_path / "text").write_text("a <new> word\n")
+    (tmp_path / "questions").write_text('{"question": "a <new> word?", "answer": "x"}')
+    for asked in (
+        run(plain, prompt="a <new> word"), run(plain, "--raw", prompt="a <new> word"),
+        ["verify-logits", plain, "--prompts", tmp_path / "text"],
+        ["compare", plain, "--source", TINY, "--text", tmp_path / "text"],
+        ["compare", plain, "--source", TINY, "--questions", tmp_path / "questions"],
+    ):  # fmt: skip
+        refused([*asked, "--tokenizer", root], capsys, f"{root}: token ids below 1024 expected, found 1024", "E1233")
+
+
+def test_raw_and_the_templates_options(plain: Path, capsys: pytest.CaptureFixture[str], unloaded: None) -> None:
+    """They would be ignored in silence."""
+    for more in (["--system", "Be brief."], ["--template-var", "a=1"]):
+        refused(run(plain, "--raw", *more), capsys, "--raw", "E1252")
+
+
 # -- text in ----------------------------------------------------------------------------------------------------------
 
 LATIN = "Größe".encode("latin-1")
@@ -468,6 +492,29 @@ def test_options_that_are_not_text(plain: Path, capsys: pytest.CaptureFixture[st
     for asked in (run(plain), ["chat", plain]):
         refused([*asked, "--system", bad], capsys, "--system: ", "E1238")
         refused([*asked, "--template-var", f"a={bad}"], capsys, "--template-var: ", "E1238")
+
+
+def test_a_terminal_that_sends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line typed in another encoding is refused by itself, however Python was told to read it."""
+    typed: list[Any] = [
+        UnicodeDecodeError("utf-8", LATIN, 2, 3, "invalid"), LATIN.decode("utf-8", "surrogateescape"),
+        FRANCE, EOFError(),
+    ]  # fmt: skip
+
+    def line(prompt: str) -> str:
+        given = typed.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return str(given)
+
+    stdin(monkeypatch, b"")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", line)
+    read = _asker()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"stdin: text in UTF-8 expected.* position 2 .E1238"):
+            read()
+    assert read() == FRANCE and read() is None
 
 
 @pytest.mark.parametrize("option", ["--prompts", "--ids", "--text", "--questions"])
