@@ -151,8 +151,8 @@ class Int8(Codec):
 
 
 def _product(codes: Any, scales: Any) -> F32:
-    """code * scale in float32; an overflow to Inf is the caller's to find."""
-    with np.errstate(over="ignore"):
+    """code * scale in float32; an overflow to Inf is the caller's to find, and stored scales may be anything."""
+    with np.errstate(over="ignore", invalid="ignore"):
         product: F32 = codes.astype(np.float32) * scales
     return product
 

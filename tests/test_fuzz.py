@@ -1,0 +1,112 @@
+"""Strangers' inputs, a minute of them: every reader takes a damaged file or refuses it by name, within its limits.
+
+The cases are the same every time. `scripts/fuzz.py` runs any number of others; what it found stands below as itself.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from kits import fuzz, mutate
+from kits.fuzz import CASES, Bench, Fault, case, judged
+
+from pagestone.formats.errors import DataError
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "fuzz.py"
+EXAMPLES = {"header": 400, "codes": 150, "scales": 150, "lines": 150, "audit": 300, "traces": 100}
+"""Cases of a kind; 40 of those that run commands. About a minute, a third of it the processor's."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Iterator[Bench]:
+    yield Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_damaged_files(bench, name):
+    @settings(
+        max_examples=EXAMPLES.get(name, 40),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,),
+    )
+    @given(st.integers(0, 2**32 - 1))
+    def run(seed: int) -> None:
+        try:
+            case(bench, name, random.Random(seed))
+        except Fault as fault:
+            raise Fault(f"{fault}\n  repeat it: scripts/fuzz.py --kind {name!r} --seed {seed} --cases 1") from fault
+
+    run()
+
+
+# -- the judge can fail ------------------------------------------------------------------------------------------------
+
+
+def test_faults_are_found(bench, monkeypatch):
+    """An error that is not ours, one without a remedy, one without end; too much time, too much memory."""
+
+    def raising(error: Exception):
+        def call() -> None:
+            raise error
+
+        return call
+
+    with pytest.raises(Fault, match="KeyError"):
+        monkeypatch.setitem(CASES, "header", lambda *_: judged(raising(KeyError("a"))))
+        case(bench, "header", random.Random(0))
+    for error in (
+        DataError("a", code="E0204"),
+        DataError("a", code="x", remedy="r"),
+        DataError("a", code="E0204", remedy="r" * fuzz.TEXT),
+    ):
+        with pytest.raises(Fault):
+            judged(raising(error))
+    judged(raising(DataError("a", code="E0204", remedy="r")))
+    monkeypatch.setattr(fuzz, "CPU", 0.001)
+    with pytest.raises(Fault, match="CPU"):
+        judged(lambda: sum(range(5_000_000)))
+    monkeypatch.setattr(fuzz, "MEMORY", 8 << 20)
+    monkeypatch.setattr(fuzz, "CPU", 10)
+    with pytest.raises(Fault, match="memory"):
+        judged(lambda: bytearray(64 << 20))
+
+
+def test_commands_are_judged(bench):
+    assert fuzz.told("inspect", bench.container("int8"))[0] == 0
+    assert fuzz.told("inspect", bench.root / "nothing")[0] == 2
+    assert fuzz.told("verify", bench.container("int8"), "--source", bench.source)[0] == 0
+
+
+def test_the_same_seed_is_the_same_damage(bench):
+    data = (bench.source / "config.json").read_bytes()
+    made = [mutate.damaged_json(random.Random(5), data) for _ in range(2)]
+    assert made[0] == made[1]
+    assert len({mutate.damaged_json(random.Random(n), data) for n in range(100)}) > 80
+
+
+# -- the long run ------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_counts_and_goes_on(tmp_path):
+    """A few cases, a few more where it stopped, and another job's state refused."""
+    state = tmp_path / "state.json"
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SCRIPT), "--kind", "scales", "--workers", "1", "--state", str(state), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    assert run("--cases", "2").returncode == 0 and json.loads(state.read_bytes())["next"] == 2
+    second = run("--cases", "5")
+    assert second.returncode == 0 and "0 failed" in second.stdout and json.loads(state.read_bytes())["next"] == 5
+    assert run("--cases", "9", "--seed", "1").returncode == 2
