@@ -323,6 +323,31 @@ def test_the_balanced_policy_hits_where_plain_lru_never_would() -> None:
     assert hits(balanced) == 4 * 4  # one expert of each layer stays, from the second round on
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_hit_is_the_most_recent_use(threads: int) -> None:
+    """What goes is what was not used for longest, not what was read first: a hit counts as a use."""
+    cache, reader = make(4, layers=1, threads=threads)  # room for three, one set aside
+    for expert in (0, 1, 2, 0, 3):
+        use(cache, 0, [expert])
+    assert cache.evictions == 1
+    use(cache, 0, [0])
+    assert reader.reads == [(0, 0), (0, 1), (0, 2), (0, 3)], "0 was used after 1, so 1 went"
+    use(cache, 0, [1])
+    assert reader.reads[-1] == (0, 1)
+    use(cache, 0, [0, 3])
+    assert len(reader.reads) == 5, "then 2 went, used before 3 and 0"
+    asked: list[list[Key]] = []
+
+    def policy(candidates: Collection[Key], coming: Key, held: Mapping[int, int]) -> Key | None:
+        asked.append(list(candidates))
+        return balanced(candidates, coming, held)
+
+    other, _ = make(5, layers=2, threads=threads, policy=policy)
+    for layer, wanted in ((0, [0, 1]), (1, [0, 1]), (0, [1]), (0, [0]), (1, [5])):
+        use(other, layer, wanted)
+    assert asked == [[(1, 0), (1, 1), (0, 1), (0, 0)]], "a policy sees least to most recently used, over all layers"
+
+
 # -- fuzz -------------------------------------------------------------------------------------------------------------
 
 
