@@ -394,6 +394,7 @@ READS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "table of a layer": ("layers-01.safetensors", lambda root: open_container(root).layers[1].expert(0)),
     "sidecar": ("layers-01.rowsum.safetensors", lambda root: open_container(root).layers[1].row_sums),
     "sidecar of a store": ("layers-01.rowsum.safetensors", stores),
+    "digests": ("experts.parquet", stores),
     "layer of a store": ("layers-02.safetensors", stores),
     "table of dense tensors": (DENSE, lambda root: dense_entries(open_container(root))),
 }
@@ -507,7 +508,7 @@ def test_a_directory_nobody_may_enter(workshop: Workshop, tmp_path: Path) -> Non
     assert error.value.exit_code == 3 and "let this user" in str(error.value.remedy)
 
 
-@pytest.mark.parametrize("words", [["run", "--prompt", "x"]])
+@pytest.mark.parametrize("words", [["inspect"], ["run", "--prompt", "x"]])
 def test_the_command_line_says_the_same(
     damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
