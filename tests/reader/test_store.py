@@ -349,13 +349,20 @@ def test_a_read_that_stops_within_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     data = os.urandom(5 * 4096 + 77)
     path.write_bytes(data)
     real = os.preadv
-    monkeypatch.setattr(files.os, "preadv", lambda h, b, at: real(h, [memoryview(b[0])[:5000]], at))
+    monkeypatch.setattr(files.os, "preadv", lambda handle, into, at: min(real(handle, into, at), 5000))
     buffer = memoryview(mmap.mmap(-1, 8 * 4096))
     for direct in (True, False):
         file = DirectFile(path, direct=direct)
         buffer[:] = bytes(len(buffer))
+        before = file.mode
         assert file.read_into(buffer, 0) == len(data) and bytes(buffer[: len(data)]) == data
+        assert file.mode == "buffered", before
         file.close()
+    monkeypatch.setattr(files.os, "preadv", real)
+    file = DirectFile(path)
+    before = file.mode
+    assert file.read_into(buffer, 0) == len(data) and file.mode == before, "the end of a file is no refusal"
+    file.close()
 
 
 def test_advice_is_only_advice(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,6 +513,7 @@ def test_a_directory_nobody_may_enter(workshop: Workshop, tmp_path: Path) -> Non
     finally:
         os.seteuid(0)
     assert error.value.exit_code == 3 and "let this user" in str(error.value.remedy)
+    assert error.value.file == str(root / "manifest.json"), "the path the system refused"
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["run", "--prompt", "x"]])
