@@ -16,7 +16,7 @@ from pagestone.convert.machine import Stamp, machine_errors, stamp_of
 from pagestone.convert.side_files import CODE, OUTSIDE, Homes, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.manifest import EXPERTS, MANIFEST, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.strict_json import Config, load_object
 
@@ -218,6 +218,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
         ]
     copied = [f.name for f in side if f.rule in (None, CODE)]
     directory.refuse_unfinished(root, (), copied)
+    if (root / TEMPLATES).is_dir():
+        directory.refuse_unfinished(
+            root / TEMPLATES, (), [Path(n).name for n in copied if n.startswith(f"{TEMPLATES}/")]
+        )
     stamps |= {name: _stamp(root / name) for name in copied}
     return Checkpoint(
         root,

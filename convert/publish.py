@@ -42,7 +42,16 @@ from pagestone.convert.machine import (
     write_durably,
 )
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
-from pagestone.formats.manifest import EXPERTS, LAYER_NAME, MANIFEST, PARTIAL, FileDigest, Manifest, read_manifest
+from pagestone.formats.manifest import (
+    EXPERTS,
+    LAYER_NAME,
+    MANIFEST,
+    PARTIAL,
+    TEMPLATES,
+    FileDigest,
+    Manifest,
+    read_manifest,
+)
 
 LOCK, JOURNAL, REPLACED = ".lock", ".journal.jsonl", ".replaced.json"
 """Our own files in the work directory: hidden, as no file of a container is.
@@ -78,8 +87,8 @@ class WorkDirectory:
         os.close(self._lock)
 
     def file(self, name: str) -> Path:
-        """Where a file lies until it is published."""
-        return self.path / name
+        """Where a file lies until it is published; one of a subfolder beside the others, hidden as those are not."""
+        return self.path / (f".{name.replace('/', '.')}" if "/" in name else name)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -102,7 +111,7 @@ class WorkDirectory:
                 if fits and is_intact(self.file(entry.name), entry):
                     self.finished[entry.name] = entry
             # what was half done is done again, and must not take the space for it meanwhile
-            self._discard({LOCK, JOURNAL, REPLACED, *self.finished})
+            self._discard({LOCK, JOURNAL, REPLACED, *(self.file(name).name for name in self.finished)})
 
     def _known_job(self, wanted: Any, *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         """The job in the journal and its finished files; (None, []) if there is none, or `force` discards it."""
@@ -210,13 +219,17 @@ class WorkDirectory:
             if is_there(last):  # the old container's, which stayed whole until here
                 last.unlink()
                 sync_directory(self.output, self.lacks)
+            if any(name.startswith(f"{TEMPLATES}/") for name in manifest.files):
+                (self.output / TEMPLATES).mkdir(exist_ok=True)
             for name in manifest.files:
                 if is_regular(self.file(name)):
                     self._place(name, replace=any_name or name in old)
             for name in old.keys() - manifest.files.keys():
                 path = self.output / name
-                if is_regular(path) and path.lstat().st_size == old[name].nbytes:
+                here = path.parent == self.output or not path.parent.is_symlink()
+                if here and is_regular(path) and path.lstat().st_size == old[name].nbytes:
                     path.unlink()
+            self._settle_templates()
             sync_directory(self.output, self.lacks)
             self._place(MANIFEST, replace=False)
         sync_directory(self.output, self.lacks)
@@ -224,6 +237,16 @@ class WorkDirectory:
         shutil.rmtree(self.path)
         sync_directory(self.output, self.lacks)
         return manifest
+
+    def _settle_templates(self) -> None:
+        """Make what is in the one subfolder durable, or remove it if nothing is left in it."""
+        folder = self.output / TEMPLATES
+        if folder.is_symlink() or not folder.is_dir():
+            return
+        if any(folder.iterdir()):
+            sync_directory(folder, self.lacks)
+        else:
+            folder.rmdir()
 
     def give_up(self) -> None:
         """Discard a publication that cannot be finished; nobody can say any more which files it moved already."""
@@ -261,6 +284,9 @@ class WorkDirectory:
         old, any_name = self._replaced()
         for name in [*manifest.files, MANIFEST]:
             target = self.output / name
+            folder = target.parent
+            if folder != self.output and is_there(folder) and (folder.is_symlink() or not folder.is_dir()):
+                raise in_the_way(folder)
             if not is_there(target):
                 continue
             replaceable = any_name or name in old or (name == MANIFEST and is_there(self.file(REPLACED)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagestone.convert.machine import machine_errors
+from pagestone.formats.manifest import TEMPLATE_SUFFIX, TEMPLATES
 from pagestone.formats.strict_json import loads
 
 SIDE_FILE_LIMIT = 64 << 20
@@ -61,7 +62,10 @@ JSON_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A top-level file that is no weight: `rule` is None if it is to be copied, else why it is not."""
+    """A file that is no weight: `rule` is None if it is to be copied, else why it is not.
+
+    `name` is that of an entry of the checkpoint's directory, or TEMPLATES, a slash and that of a template.
+    """
 
     name: str
     nbytes: int
@@ -99,16 +103,26 @@ def list_side_files(root: Path, taken: set[str], warnings: list[str]) -> Iterato
     `warnings` is told of what the user may miss.
     """
     homes = Homes(root)
-    for path in sorted(root.iterdir(), key=lambda p: p.name.encode("utf-8", "surrogateescape")):
-        name = path.name
+    yield from _in_folder(root, root, taken, homes, warnings)
+
+
+def _in_folder(root: Path, folder: Path, taken: set[str], homes: Homes, warnings: list[str]) -> Iterator[SideFile]:
+    prefix = "" if folder == root else f"{folder.name}/"
+    for path in sorted(folder.iterdir(), key=lambda p: p.name.encode("utf-8", "surrogateescape")):
+        name = prefix + path.name
         if name in taken:
             continue
-        if not is_plain(name):
+        if not prefix and path.name == TEMPLATES and path.is_dir():
+            yield from _in_folder(root, path, taken, homes, warnings)
+            continue
+        if not is_plain(path.name):
             name = ascii(os.fsencode(name).decode("utf-8", "backslashreplace"))
             warnings.append(f"{name}: its name is not UTF-8, or has characters that do not print; not copied")
             yield SideFile(name, 0, "a name that does not print")
             continue
         rule, warning = _rule(path, homes)
+        if prefix and rule in (None, CODE) and not path.name.endswith(TEMPLATE_SUFFIX):
+            rule = "no chat template, in the folder of chat templates"
         if warning:
             warnings.append(f"{name}: {warning}")
         yield SideFile(name, path.stat().st_size if path.is_file() else 0, rule)

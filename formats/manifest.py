@@ -22,6 +22,8 @@ EXPERTS = "experts.parquet"
 PARTIAL = ".pagestone-partial"
 """The subfolder of an output in which a conversion works; private to the converter."""
 NOT_IN_ID = (MANIFEST, EXPERTS)
+TEMPLATES, TEMPLATE_SUFFIX = "additional_chat_templates", ".jinja"
+"""The one subfolder a container may have files in, and how their names end: chat templates beside the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,11 @@ def _manifest(table: Any) -> Manifest:
 
 
 def _plain(name: str) -> bool:
-    """Whether a name is that of a file in the container's own directory, other than the manifest."""
-    return name not in ("", ".", "..", MANIFEST) and "/" not in name and all(ord(c) >= 32 for c in name)
+    """Whether a name is that of a file in the container's own directory, other than the manifest, or of a template."""
+    folder, slash, rest = name.rpartition("/")
+    if slash:
+        return folder == TEMPLATES and rest.endswith(TEMPLATE_SUFFIX) and _plain(rest)
+    return name not in ("", ".", "..", MANIFEST) and all(ord(c) >= 32 for c in name)
 
 
 LAYER_NAME = re.compile(r"(layers|mtp)-([0-9]{2,})(\.rowsum)?\.safetensors")

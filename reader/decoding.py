@@ -54,11 +54,11 @@ class Decoder:
 
     def add(self, token: int) -> None:
         """One more token."""
-        alone = self._decode([token])
-        if token not in self._keep and alone and not self._decode([token], skip=True):
-            return  # a special token; between two bytes of a character it must not even be seen
+        name, alone = self._tokenizer.tokens.convert_ids_to_tokens(token), self._decode([token])
+        if name is None or (token not in self._keep and alone and not self._decode([token], skip=True)):
+            return  # none of the tokenizer's, or a special one: between two bytes of a character it is not even seen
         self._ids.append(token)
-        if BYTE.fullmatch(str(self._tokenizer.tokens.convert_ids_to_tokens(token))):
+        if BYTE.fullmatch(name):
             return
         now = self._decode(self._ids)
         if self._joins:

@@ -25,7 +25,7 @@ from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
-from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, LayerEntry, Manifest, read_experts
+from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import read_header
 from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
@@ -78,9 +78,11 @@ def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
     for needed in (CONFIG, INDEX, EXPERTS):
         if needed not in manifest.files:
             yield Finding(ERROR, "E1003", MANIFEST, f"{needed} expected among the files, found none")
-    for path in sorted(root.iterdir()):
-        if path.name not in manifest.files and path.name != MANIFEST:
-            yield Finding(WARNING, "W1004", path.name, "not listed in the manifest, not part of the container")
+    entries = {p.name for p in root.iterdir()} - {MANIFEST}
+    if any(name.startswith(f"{TEMPLATES}/") for name in manifest.files) and (root / TEMPLATES).is_dir():
+        entries = entries - {TEMPLATES} | {f"{TEMPLATES}/{p.name}" for p in (root / TEMPLATES).iterdir()}
+    for name in sorted(entries - manifest.files.keys()):
+        yield Finding(WARNING, "W1004", name, "not listed in the manifest, not part of the container")
 
 
 def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progress) -> Iterator[Finding]:

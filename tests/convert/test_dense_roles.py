@@ -214,6 +214,20 @@ def test_a_zero_scale_over_zeros_stays(tmp_path: Path) -> None:
     assert not verify(tmp_path / "o", source=source).findings
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)])
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_an_empty_matrix_of_codes(tmp_path: Path, shape: tuple[int, int], codec: str) -> None:
+    """Nothing is in it, nothing is wrong with it."""
+    grid = (-(-shape[0] // 128), -(-shape[1] // 128))
+    empty: dict[str, Raw] = {f"{Q}.weight": ("F8_E4M3", shape, b""),
+                             SCALE: ("F32", grid, np.ones(grid, "<f4").tobytes())}  # fmt: skip
+    source = Fp8Spec(change=lambda t: t | empty).write(tmp_path / "s")
+    prepare(source, tmp_path / "o", codecs.get(codec), workers=1)
+    dtype = "F8_E4M3" if codec == "fp8" else "BF16"
+    assert read_tensors(tmp_path / "o", "dense-*")[f"{Q}.weight"] == (dtype, shape, b"")
+    assert not verify(tmp_path / "o", source=source).findings
+
+
 # -- what can mean two things ----------------------------------------------------------------------------------------
 
 

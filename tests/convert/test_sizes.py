@@ -71,6 +71,9 @@ DIFFERENT: dict[str, tuple[Spec, Change, Mapping[str, Any], str, str]] = {
     "a router as wide as intermediate": (
         SPLIT, lambda s: reshaped(s.tensors(), f"layers.1.{ROUTER}", 12, 48), {}, f"layers.1.{ROUTER}",
         "hidden size 48 expected from the columns of"),
+    "square experts, a router of another width": (
+        SPLIT.having(intermediate=32), lambda s: reshaped(s.tensors(), f"layers.0.{ROUTER}", 12, 48), {},
+        f"layers.0.{ROUTER}", "found experts of hidden 32, intermediate 32"),
     "a router of rank 1": (SPLIT, lambda s: reshaped(s.tensors(), f"layers.1.{ROUTER}", 12), {}, f"layers.1.{ROUTER}",
                            "a router [12, 32] expected, found [12]"),
     "a router of rank 3": (SPLIT, lambda s: reshaped(s.tensors(), f"layers.1.{ROUTER}", 12, 32, 1), {},

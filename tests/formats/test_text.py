@@ -35,7 +35,7 @@ def test_every_character_of_unicode():
     [
         (EVIL, SAFE),
         ("plain é 中文 name.weight", "plain é 中文 name.weight"),
-        (b"d\xff\x9b".decode("utf-8", "surrogateescape"), r"d\xff\x9b"),
+        (b"\x80d\xff\x9b".decode("utf-8", "surrogateescape"), r"\x80d\xff\x9b"),
         ("\t\x00\U000e0001\xa0", r"\t\x00\U000e0001\u00a0"),
         (12, "12"),
     ],

@@ -138,7 +138,8 @@ def test_an_answer_that_was_cut_says_so() -> None:
 def test_a_thought_that_the_model_ended_in() -> None:
     """An end within a thought is no answer either."""
     tokenizer = with_template(words.byte_level(THINK, special=False), PLAIN)
-    _, _, _, notes = talk(tokenizer, ["<think>Hm"], ["France?"])
+    model, _, _, notes = talk(tokenizer, ["<think>Hm", "Berlin."], ["France?", "Germany?"])
+    assert "(this turn is not remembered)" in notes and "France" not in heard(tokenizer, model, 1)
     assert "(the model ended within its thought: there is no answer, only a thought)" in notes
 
 
@@ -170,6 +171,21 @@ def test_interrupted_before_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shown, _, notes = talk(tokenizer, ["Berlin."], ["France?", "Germany?"])
     assert shown == "\nBerlin.\n" and "(interrupted)" in notes and "(this turn is not remembered)" in notes
     assert "France" not in heard(tokenizer, model, 0)
+
+
+def test_what_was_there_already_counts_as_repeated() -> None:
+    """The repetition penalty sees the prompt and the answer so far: here 11 is in the prompt, 10 leads, then 12."""
+    import torch
+
+    class Even(Parrot):
+        def forward(self, ids: Sequence[int], state: Any = None) -> tuple[Any, Any]:
+            table = torch.zeros(1, self.vocabulary)
+            table[0, 10], table[0, 11], table[0, 12] = 3.0, 2.0, 1.8
+            return table, 0
+
+    tokenizer = words.byte_level()
+    made = Conversation(Even([], 1024), tokenizer, Sampling(repetition_penalty=2.0), frozenset())  # type: ignore[arg-type]
+    assert made.turn([11, 5], 4, lambda _: None).ids == [10, 12, 10, 10]
 
 
 # -- what a turn survives ---------------------------------------------------------------------------------------------
@@ -282,6 +298,23 @@ def test_the_publishers_sampling_is_used_and_said(advised: Path, capsys: pytest.
     }  # fmt: skip
     assert (table["text"], table["stopped"]) == (PARIS, "eos"), "the tokenizer's own end is an end"
     assert (table["thought"], table["answered"]) == ("", True)
+
+
+def test_the_tokenizers_end_ends_a_chat_too(
+    advised: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configs of this container name another token."""
+    stdin(monkeypatch, FRANCE.encode())
+    more = ["--template-var", "enable_thinking=false", "--max-new-tokens", "30"]
+    assert command("chat", advised, "--io", "mmap", *more) == 0
+    assert capsys.readouterr().out == PARIS + "\n"
+
+
+def test_raw_text_has_no_thought(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--raw` continues is text, also after `<think>`."""
+    assert command(*run(plain, "--raw", "--max-new-tokens", "4", prompt="In the beginning <think>")) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "thought" not in err
 
 
 def test_greedy_is_said(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,15 @@ def test_draws(oracle: Any) -> None:
     assert taken == {0: [636], 1: [511], 2**64 - 1: [680]}
 
 
+def test_a_draw_on_the_border(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are half open: a draw of exactly the first one's share takes the second; the largest takes the last."""
+    torch = oracle("torch")
+    draw = Sampler(Sampling(1.0))
+    for drawn, expected in ((0, 0), ((1 << 63) - (1 << 11), 0), (1 << 63, 1), ((1 << 64) - 1, 1)):
+        monkeypatch.setattr(draw, "_random", type("Fixed", (), {"random_raw": lambda self, n=drawn: n})())
+        assert draw(torch.zeros(2)) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "right"),
     [
