@@ -131,18 +131,7 @@ def _named_shards(root: Path, index: Path | None, warnings: list[str]) -> tuple[
     return weight_map, shards
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = False) -> Checkpoint:
-    """The catalogue of the checkpoint directory at `path`.
-
-    `merge_unlisted` also takes the tensors of .safetensors files that the index does not name; a name that stands in
-    two files is then refused.
-
-    Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
-    and tensor if a shard is missing, short, damaged or contradicts the index.
-    """
-    root = Path(path)
-    directory.require_directory(root)
-    container = _is_bf16_container(root)
+def _require_config(root: Path) -> None:
     if not (root / CONFIG).is_file():
         raise RequestError(
             f"{CONFIG} expected in the checkpoint directory, found none",
@@ -157,6 +146,21 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
             file=root / CONFIG,
             remedy="put a copy of the file in its place; only weights may be links to other places",
         )
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = False) -> Checkpoint:
+    """The catalogue of the checkpoint directory at `path`.
+
+    `merge_unlisted` also takes the tensors of .safetensors files that the index does not name; a name that stands in
+    two files is then refused.
+
+    Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
+    and tensor if a shard is missing, short, damaged or contradicts the index.
+    """
+    root = Path(path)
+    directory.require_directory(root)
+    container = _is_bf16_container(root)
+    _require_config(root)
     stamps: dict[str, Stamp] = {CONFIG: _stamp(root / CONFIG)}
     config = load_json(root / CONFIG, "E0407", loose=True)
     warnings: list[str] = []
@@ -171,46 +175,18 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
         unlisted = sorted(p.name for p in root.glob("*.safetensors") if p.is_file() and p.name not in shards)
         warnings += [f"{name}: not in the index; its tensors are taken, as --merge-unlisted asks" for name in unlisted]
 
-    tensors: dict[str, SourceTensor] = {}
-    hasher = Hasher()
     digests: dict[str, bytes] = {}
     for small in (CONFIG,) if index is None else (CONFIG, index.name):
         with machine_errors(root / small, READING):
             digests[small] = digest((root / small).read_bytes())
+    hasher = Hasher()
     hasher.update(digests[CONFIG])
+    catalogue = _Catalogue(root, weight_map, index is not None, container, warnings)
     for shard in [*shards, *unlisted]:
         stamps[shard] = _stamp(root / shard)
-        with machine_errors(root / shard, READING):
-            header = read_header(root / shard)
-            with (root / shard).open("rb") as handle:
-                head = handle.read(header.data_start)
-        hasher.update(shard.encode() + b"\0" + header.file_size.to_bytes(8, "big") + digest(head))
-        for entry in header.entries:
-            if container and entry.name not in weight_map and entry.name.endswith((".pad", ".pad_a")):
-                continue
-            if shard not in unlisted:
-                _take(entry, shard, weight_map, tensors, warnings, indexed=index is not None)
-            elif entry.name in tensors or entry.name in weight_map:
-                home = weight_map.get(entry.name) or tensors[entry.name].file
-                raise DataError(
-                    f"a tensor that stands nowhere else expected in a file outside the index; {home} has it too",
-                    code="E0412",
-                    file=root / shard,
-                    tensor=entry.name,
-                    remedy="remove one of the two files, or leave out --merge-unlisted",
-                )
-            else:
-                _take(entry, shard, {}, tensors, warnings, indexed=False)
+        hasher.update(catalogue.add(shard, listed=shard not in unlisted))
     shards += unlisted
-    for name, shard in weight_map.items():
-        if name not in tensors:
-            raise DataError(
-                f"listed by {index.name if index else INDEX} in this file, but not in its header",
-                code="E0409",
-                file=root / shard,
-                tensor=name,
-                remedy="download the shard and the index again: they do not belong together",
-            )
+    catalogue.require_all(index.name if index else INDEX)
     side = list(list_side_files(root, {*shards, *named}, warnings))
     if container:
         side = [
@@ -226,7 +202,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     return Checkpoint(
         root,
         config,
-        tensors,
+        catalogue.tensors,
         tuple(shards),
         tuple(side),
         hasher.digest().hex(),
@@ -237,31 +213,77 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     )
 
 
-def _take(
-    entry: TensorEntry,
-    shard: str,
-    weight_map: dict[str, str],
-    tensors: dict[str, SourceTensor],
-    warnings: list[str],
-    *,
-    indexed: bool,
-) -> None:
-    """Add one header entry to the catalogue; where a name stands in two shards the index decides."""
-    home = weight_map.get(entry.name)
-    if home is not None and home != shard:
-        warnings.append(f"{shard}: {entry.name} also stands here; the copy in {home} is used, as the index says")
-        return
-    if indexed and home is None:
-        if entry.name in tensors:
-            raise DataError(
-                f"the same name stands in {tensors[entry.name].file} and the index lists neither",
-                code="E0410",
-                file=shard,
-                tensor=entry.name,
-                remedy="download the index again",
+@dataclass(slots=True)
+class _Catalogue:
+    """The tensors of the shards read so far. `weight_map` is the index's; empty, and not `indexed`, without one."""
+
+    root: Path
+    weight_map: dict[str, str]
+    indexed: bool
+    container: bool
+    warnings: list[str]
+    tensors: dict[str, SourceTensor] = field(default_factory=dict)
+
+    def add(self, shard: str, *, listed: bool) -> bytes:
+        """Read a shard's header; what the fingerprint covers of it. Not `listed`: its names may stand nowhere else."""
+        with machine_errors(self.root / shard, READING):
+            header = read_header(self.root / shard)
+            with (self.root / shard).open("rb") as handle:
+                head = handle.read(header.data_start)
+        for entry in header.entries:
+            if self.container and entry.name not in self.weight_map and entry.name.endswith((".pad", ".pad_a")):
+                continue
+            if listed:
+                self._take(entry, shard)
+                continue
+            home = self.weight_map.get(entry.name)
+            if home is None and entry.name in self.tensors:
+                home = self.tensors[entry.name].file
+            if home is not None:
+                raise DataError(
+                    f"a tensor that stands nowhere else expected in a file outside the index; {home} has it too",
+                    code="E0412",
+                    file=self.root / shard,
+                    tensor=entry.name,
+                    remedy="remove one of the two files, or leave out --merge-unlisted",
+                )
+            self._put(entry, shard)
+        return shard.encode() + b"\0" + header.file_size.to_bytes(8, "big") + digest(head)
+
+    def _take(self, entry: TensorEntry, shard: str) -> None:
+        """Add one header entry; where a name stands in two shards the index decides."""
+        home = self.weight_map.get(entry.name)
+        if home is not None and home != shard:
+            self.warnings.append(
+                f"{shard}: {entry.name} also stands here; the copy in {home} is used, as the index says"
             )
-        warnings.append(f"{shard}: {entry.name} is not in the index; it is taken as if it were")
-    tensors[entry.name] = SourceTensor(entry.name, shard, entry.dtype, entry.shape, entry.offset, entry.nbytes)
+            return
+        if self.indexed and home is None:
+            if entry.name in self.tensors:
+                raise DataError(
+                    f"the same name stands in {self.tensors[entry.name].file} and the index lists neither",
+                    code="E0410",
+                    file=self.root / shard,
+                    tensor=entry.name,
+                    remedy="download the index again",
+                )
+            self.warnings.append(f"{shard}: {entry.name} is not in the index; it is taken as if it were")
+        self._put(entry, shard)
+
+    def _put(self, entry: TensorEntry, shard: str) -> None:
+        self.tensors[entry.name] = SourceTensor(entry.name, shard, entry.dtype, entry.shape, entry.offset, entry.nbytes)
+
+    def require_all(self, index: str) -> None:
+        """Refuse an index that lists a tensor its shard does not have."""
+        for name, shard in self.weight_map.items():
+            if name not in self.tensors:
+                raise DataError(
+                    f"listed by {index} in this file, but not in its header",
+                    code="E0409",
+                    file=self.root / shard,
+                    tensor=name,
+                    remedy="download the shard and the index again: they do not belong together",
+                )
 
 
 def _is_bf16_container(root: Path) -> bool:

@@ -199,6 +199,10 @@ def open_tokenizer(root: Path, given: Path | None = None, variables: Mapping[str
         raise
     except BaseException as error:  # see `Tokenizer._guarded`
         raise _unusable(place, error) from None
+    if not getattr(tokens, "chat_template", None):
+        # transformers gives the template in this file to processors, not to tokenizers: it is the model's all the same
+        named = read_table(place / "chat_template.json").get("chat_template")
+        tokens.chat_template = {str(t["name"]): str(t["template"]) for t in named} if isinstance(named, list) else named
     made = Tokenizer(tokens, place, variables)
     _check_belongs(made, root)
     return made

@@ -71,6 +71,29 @@ def test_transformers_finds_them(oracle, tmp_path):
     assert found == {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
 
 
+@pytest.mark.parametrize("stated", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"},
+                                                       {"name": "rag", "template": "x"}]])  # fmt: skip
+def test_template_of_the_processor(oracle, tmp_path, tiny, stated):
+    """chat_template.json is carried, and is the model's template where the tokenizer's own files have none."""
+    oracle("transformers")
+    from pagestone.reader.text import open_tokenizer
+
+    root = SPEC.write(tmp_path / "s")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / name).write_bytes((tiny / name).read_bytes())
+    (root / "chat_template.json").write_text(json.dumps({"chat_template": stated}))
+    run(root, tmp_path / "o")
+    talk = [{"role": "user", "content": "hello"}]
+    tokenizer = open_tokenizer(tmp_path / "o")
+    assert tokenizer.decode(tokenizer.chat(talk)) == str(talk)
+    (tmp_path / "o" / "chat_template.jinja").write_text("hello")
+    assert tokenizer.decode(open_tokenizer(tmp_path / "o").chat(talk)) == "hello"
+    for name in ("chat_template.jinja", "chat_template.json"):
+        (tmp_path / "o" / name).unlink()
+    with pytest.raises(RequestError, match="E1231"):
+        open_tokenizer(tmp_path / "o").chat(talk)
+
+
 def test_damage_is_found(tmp_path):
     """A template that is changed, gone or one too many is named."""
     root = source(tmp_path / "s")
