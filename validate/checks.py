@@ -17,6 +17,7 @@ import numpy as np
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.convert.machine import named
 from pagestone.convert.plan import config_facts, config_with, stated_config
 from pagestone.formats import codecs, strict_json
 from pagestone.formats.codecs import Codec
@@ -26,9 +27,9 @@ from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
-from pagestone.formats.safetensors_header import read_header
+from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.strict_json import brief
-from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
+from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
 Columns = dict[str, list[Any]]
 Progress = Callable[[int], None]
@@ -47,34 +48,37 @@ class OpenLayer:
 
 
 def read_exactly(path: Path, offset: int, nbytes: int) -> bytearray:
-    """`nbytes` of a file from `offset`; `DataError` if it ends too early."""
+    """`nbytes` of a file from `offset`; `DataError` if it ends too early, `OSError` that names it."""
     data = bytearray(nbytes)
     view, done = memoryview(data), 0
     handle = os.open(path, os.O_RDONLY)
     try:
-        while done < nbytes:
-            got = os.preadv(handle, [view[done:]], offset + done)
-            if not got:
-                raise DataError(
-                    f"{nbytes} bytes at {offset} expected, the file ended after {done}",
-                    code="E1002",
-                    file=path,
-                    remedy="restore the file, or convert again",
-                )
-            done += got
+        with named(path):
+            while done < nbytes:
+                got = os.preadv(handle, [view[done:]], offset + done)
+                if not got:
+                    raise DataError(
+                        f"{nbytes} bytes at {offset} expected, the file ended after {done}",
+                        code="E1002",
+                        file=path,
+                        remedy="restore the file, or convert again",
+                    )
+                done += got
     finally:
         os.close(handle)
     return data
 
 
+def entries(root: Path, shard: str) -> tuple[TensorEntry, ...]:
+    """The tensors of a dense shard; `DataError`, or `OSError` that names it."""
+    with named(root / shard):
+        return read_header(root / shard).entries
+
+
 def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
     """Every file listed is there with its length; anything else in the directory is a warning."""
     for name, known in manifest.files.items():
-        path = root / name
-        if not path.is_file():
-            yield Finding(ERROR, "E0332", name, "expected as the manifest lists it, found none")
-        elif path.stat().st_size != known.nbytes:
-            yield Finding(ERROR, "E0333", name, f"{known.nbytes} bytes expected, found {path.stat().st_size}")
+        yield from guarded(_presence(root, name, known.nbytes), name)
     for needed in (CONFIG, INDEX, EXPERTS):
         if needed not in manifest.files:
             yield Finding(ERROR, "E1003", MANIFEST, f"{needed} expected among the files, found none")
@@ -83,6 +87,14 @@ def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
         entries = entries - {TEMPLATES} | {f"{TEMPLATES}/{p.name}" for p in (root / TEMPLATES).iterdir()}
     for name in sorted(entries - manifest.files.keys()):
         yield Finding(WARNING, "W1004", name, "not listed in the manifest, not part of the container")
+
+
+def _presence(root: Path, name: str, nbytes: int) -> Iterator[Finding]:
+    path = root / name
+    if not path.is_file():
+        yield Finding(ERROR, "E0332", name, "expected as the manifest lists it, found none")
+    elif path.stat().st_size != nbytes:
+        yield Finding(ERROR, "E0333", name, f"{nbytes} bytes expected, found {path.stat().st_size}")
 
 
 def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progress) -> Iterator[Finding]:
@@ -110,22 +122,29 @@ def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]
 
 
 def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
-    """A layer file and its sidecar with their tables checked; raises `DataError`."""
+    """A layer file with its table checked, without row sums; raises `DataError`, `OSError`."""
     path = root / entry.file
     file, layout = read_layer_file(path)
     stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
     found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
     if stated != found:
         raise DataError(f"{stated} expected from {MANIFEST}, found {found}", code="E0321", file=path)
-    sums: dict[str, Array] = {}
     if (entry.sidecar is None) != (not file.sidecar_tensors()):
         raise DataError("the manifest and the codec disagree on whether there is a sidecar", code="E0321", file=path)
-    if entry.sidecar is not None:
-        side = root / entry.sidecar
-        for name, tensor in read_sidecar(side, file).items():
-            raw = read_exactly(side, tensor.offset, tensor.nbytes)
-            sums[name] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
-    return OpenLayer(entry, path, file, layout, sums)
+    return OpenLayer(entry, path, file, layout, {})
+
+
+def row_sums(root: Path, layer: OpenLayer) -> dict[str, Array]:
+    """The arrays of a layer's sidecar by name, its table checked; empty if there is none. Raises as `open_layer`."""
+    if layer.entry.sidecar is None:
+        return {}
+    side, sums = root / layer.entry.sidecar, {}
+    with named(side):
+        tensors = read_sidecar(side, layer.file)
+    for name, tensor in tensors.items():
+        raw = read_exactly(side, tensor.offset, tensor.nbytes)
+        sums[name] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
+    return sums
 
 
 def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> dict[str, Array]:
@@ -177,9 +196,13 @@ def check_layer(
     `also` is asked about every record (the comparison with the source).
     """
 
-    def one(expert: int) -> tuple[bytes, list[Finding]]:
+    def one(expert: int) -> tuple[bytes | None, list[Finding]]:
         start = layer.layout.record_offset(expert)
-        raw = read_exactly(layer.path, start, layer.layout.stride)
+        try:
+            raw = read_exactly(layer.path, start, layer.layout.stride)
+        except (DataError, OSError) as error:
+            fault = of_error(error, layer.entry.file, start)
+            return None, [replace(fault, message=f"expert {expert}: {fault.message}")]
         found = digest(raw)
         record = np.frombuffer(raw, np.uint8)
         findings = list(check_record(layer, expert, record))
@@ -190,14 +213,17 @@ def check_layer(
         progress(layer.layout.stride)
         return found, findings
 
-    digests: list[bytes] = []
+    digests: list[bytes | None] = []
     with ThreadPoolExecutor(workers) as pool:
         # windows, not one big map: a map holds every result until it is asked for
         for first in range(0, layer.layout.count, 4 * workers):
             for found, findings in pool.map(one, range(first, min(first + 4 * workers, layer.layout.count))):
                 digests.append(found)
                 yield from findings
-    whole = layer_digest(read_exactly(layer.path, 0, layer.layout.data_start), digests)
+    read = [d for d in digests if d is not None]
+    if len(read) < len(digests):
+        return  # an expert that was not read is a finding already; no digest of the whole can be told
+    whole = layer_digest(read_exactly(layer.path, 0, layer.layout.data_start), read)
     wanted = manifest.files[layer.entry.file].xxh3
     if whole != wanted:
         yield Finding(
@@ -208,10 +234,14 @@ def check_layer(
 def check_dense(root: Path, dense: list[str]) -> Iterator[Finding]:
     """Dense shards are complete safetensors files whose data begins on a page."""
     for shard in dense:
-        header = read_header(root / shard)
-        if header.data_start % PAGE:
-            message = f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}"
-            yield Finding(ERROR, "E0225", shard, message)
+        yield from guarded(_shard(root / shard), shard)
+
+
+def _shard(path: Path) -> Iterator[Finding]:
+    header = read_header(path)
+    if header.data_start % PAGE:
+        message = f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}"
+        yield Finding(ERROR, "E0225", path.name, message)
 
 
 def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
@@ -234,7 +264,7 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
             if name not in pads:
                 homes.append((name, layer.entry.file, end - begin))
     for shard in dense:
-        homes += [(tensor.name, shard, tensor.nbytes) for tensor in read_header(root / shard).entries]
+        homes += [(tensor.name, shard, tensor.nbytes) for tensor in entries(root, shard)]
     for name, home, nbytes in homes:
         if name in wanted:
             yield Finding(ERROR, "E1016", home, f"{name} also stands in {wanted[name]}")
@@ -253,7 +283,8 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
 def _config(root: Path) -> dict[str, Any] | None:
     """The object in config.json, or None if it holds something else."""
     try:
-        config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
+        with named(root / CONFIG):
+            config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None
@@ -267,7 +298,7 @@ def check_config(
     if config is None:
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
-    tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in read_header(root / shard).entries]
+    tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in entries(root, shard)]
     facts = config_facts(tensors, (x.file.shape for x in layers), layers[0].file.part_names)
     family = families.of_config(config)
     loadable = manifest.partial is None and (family is None or family.loads_parts)
@@ -284,9 +315,9 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
     try:
         columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers))
-    except PagestoneError as error:
+    except (PagestoneError, OSError) as error:
         fault = of_error(error, EXPERTS)
-        return None, [replace(fault, code="E1014") if error.code == "E0313" else fault]
+        return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
     names = [name for name, _ in COLUMNS][:15]
     found = list(zip(*(columns[n] for n in names), strict=True))
     wanted = [row for layer in layers for row in _rows(layer)]
@@ -326,7 +357,7 @@ def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: li
     found = [
         (entry.name, shard)
         for shard in dense
-        for entry in read_header(root / shard).entries
+        for entry in entries(root, shard)
         if entry.name in wanted and entry.nbytes and not any(read_exactly(root / shard, entry.offset, entry.nbytes))
     ]
     if found:

@@ -104,7 +104,7 @@ def resident_model(
     if source is None:
         store, _ = open_store(container, StoreOptions("resident", row_sums=experts == host.NATIVE))
         return host.load(container, store, attention=attention, experts=experts)
-    comparison = compare_with(source, container.manifest, None, None)
+    comparison = compare_with(source, container.manifest)
     try:
         fill = _Encoder(comparison.plan, comparison.files)
         resident = ResidentStore(container.layers, fill.record, fill.row_sums)

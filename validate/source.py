@@ -13,14 +13,14 @@ import numpy as np
 from pagestone.convert.checkpoint import Checkpoint, open_checkpoint
 from pagestone.convert.dense import DenseTensor, pieces
 from pagestone.convert.encode import REQUANTISED, encode_expert
-from pagestone.convert.plan import LayerTarget, Plan, make_plan
+from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
-from pagestone.validate.findings import ERROR, WARNING, Finding, of_error
+from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
 CHUNK = 1 << 20
 
@@ -44,6 +44,12 @@ class Comparison:
 
     def close(self) -> None:
         self.files.close()
+
+    def remember(self, columns: Columns) -> None:
+        """Compare the statistics of experts.parquet too, from now on."""
+        keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
+        values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
+        self.statistics = dict(zip(keys, values, strict=True))
 
     def _room(self, target: LayerTarget) -> int:
         if target.name not in self.rooms:
@@ -127,41 +133,60 @@ class Comparison:
         for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS}):
             yield Finding(ERROR, "E1026", name, "the source gives no such file")
         for name, data in self.plan.generated.items():
-            if (root / name).is_file() and (root / name).read_bytes() != data:
-                yield Finding(ERROR, "E1027", name, "not what the source gives")
+            yield from guarded(self._generated(root, name, data), name)
         for side in self.plan.side_files:
-            if side.rule is None and (root / side.name).is_file():
-                if (root / side.name).stat().st_size != side.nbytes:
-                    yield Finding(ERROR, "E1027", side.name, f"{side.nbytes} bytes expected as in the source")
-                    continue
-                yield from self._range(root / side.name, 0, side.name, 0, side.nbytes, "", progress)
+            if side.rule is None:
+                yield from guarded(self._side(root, side.name, side.nbytes, progress), side.name)
         for shard in self.plan.dense:
-            path = root / shard.name
-            if not path.is_file():
-                continue
-            head = shard.head()
-            if bytes(read_exactly(path, 0, min(len(head), path.stat().st_size))) != head:
-                yield Finding(ERROR, "E1027", shard.name, "its header is not what the source gives")
-                continue
-            position = len(head)
-            for t in shard.tensors:
-                yield from self._dense(path, position, t, progress)
-                position += t.nbytes
+            yield from guarded(self._shard(root / shard.name, shard, progress), shard.name)
+
+    @staticmethod
+    def _generated(root: Path, name: str, data: bytes) -> Iterator[Finding]:
+        if (root / name).is_file() and (root / name).read_bytes() != data:
+            yield Finding(ERROR, "E1027", name, "not what the source gives")
+
+    def _side(self, root: Path, name: str, nbytes: int, progress: Progress) -> Iterator[Finding]:
+        """Compare a side file with the source's of the same name, `nbytes` long."""
+        path = root / name
+        if not path.is_file():
+            return
+        if path.stat().st_size != nbytes:
+            yield Finding(ERROR, "E1027", name, f"{nbytes} bytes expected as in the source")
+            return
+        for start in range(0, nbytes, CHUNK):
+            size = min(CHUNK, nbytes - start)
+            want = memoryview(bytearray(size))
+            self.files.read_into(name, start, want)
+            have = read_exactly(path, start, size)
+            progress(size)
+            if have != want:
+                first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
+                yield Finding(ERROR, "E1028", name, f"bytes differ from the source {name}", start + first)
+                return
+
+    def _shard(self, path: Path, shard: DenseTarget, progress: Progress) -> Iterator[Finding]:
+        if not path.is_file():
+            return
+        head = shard.head()
+        if bytes(read_exactly(path, 0, min(len(head), path.stat().st_size))) != head:
+            yield Finding(ERROR, "E1027", path.name, "its header is not what the source gives")
+            return
+        position = len(head)
+        for tensor in shard.tensors:
+            yield from guarded(self._dense(path, position, tensor, progress), path.name)
+            position += tensor.nbytes
 
     def _dense(self, path: Path, position: int, tensor: DenseTensor, progress: Progress) -> Iterator[Finding]:
         """Compare one dense tensor with what the source gives, copied or decoded."""
-        try:
-            for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(CHUNK))):
-                have = read_exactly(path, position, len(want))
-                progress(len(want))
-                if have != want:
-                    first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
-                    message = f"{tensor.name}: bytes differ from the source {tensor.source.file}"
-                    yield Finding(ERROR, "E1028", path.name, message, position + first)
-                    return
-                position += len(want)
-        except PagestoneError as error:
-            yield of_error(error, path.name)
+        for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(CHUNK))):
+            have = read_exactly(path, position, len(want))
+            progress(len(want))
+            if have != want:
+                first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
+                message = f"{tensor.name}: bytes differ from the source {tensor.source.file}"
+                yield Finding(ERROR, "E1028", path.name, message, position + first)
+                return
+            position += len(want)
 
     def _facts(self, manifest: Manifest) -> Iterator[Finding]:
         """What the manifest says about the source, against this source."""
@@ -178,25 +203,6 @@ class Comparison:
             message = "made from another copy of the source: its config, its shards or their headers differ"
             yield Finding(WARNING, "W1030", MANIFEST, message)
 
-    def _range(
-        self, path: Path, position: int, source: str, offset: int, nbytes: int, tensor: str, progress: Progress
-    ) -> Iterator[Finding]:
-        for start in range(0, nbytes, CHUNK):
-            size = min(CHUNK, nbytes - start)
-            want = memoryview(bytearray(size))
-            try:
-                self.files.read_into(source, offset + start, want)
-                have = read_exactly(path, position + start, size)
-            except PagestoneError as error:
-                yield of_error(error, path.name)
-                return
-            progress(size)
-            if have != want:
-                first = int(np.flatnonzero(np.frombuffer(have, np.uint8) != np.frombuffer(want, np.uint8))[0])
-                message = f"{tensor + ': ' if tensor else ''}bytes differ from the source {source}"
-                yield Finding(ERROR, "E1028", path.name, message, position + start + first)
-                return
-
 
 def _merged(source: Path, manifest: Manifest) -> Checkpoint | None:
     """The source with files outside its index, if it is these that the container was made from."""
@@ -207,7 +213,7 @@ def _merged(source: Path, manifest: Manifest) -> Checkpoint | None:
     return merged if merged.fingerprint == manifest.source.get("fingerprint") else None
 
 
-def compare_with(source: Path, manifest: Manifest, columns: Columns | None, sample: int | None) -> Comparison:
+def compare_with(source: Path, manifest: Manifest, sample: int | None = None) -> Comparison:
     """Plan the source as the container was planned.
 
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
@@ -223,9 +229,4 @@ def compare_with(source: Path, manifest: Manifest, columns: Columns | None, samp
     if sample is not None:
         every = [(t.name, e) for t in plan.layers for e in range(t.file.count)]
         chosen = set(random.Random(manifest.container_id).sample(every, min(sample, len(every))))
-    statistics: dict[tuple[str, int, str], tuple[float, float]] = {}
-    if columns is not None:
-        keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
-        values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
-        statistics = dict(zip(keys, values, strict=True))
-    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen, statistics=statistics)
+    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.formats.codecs import Codec
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, no_container, read_manifest
 from pagestone.validate import checks
 from pagestone.validate.dense import check_dense_tensors
-from pagestone.validate.findings import Finding, Report, of_error
+from pagestone.validate.findings import Finding, Report, guarded, of_error
 from pagestone.validate.source import Comparison, compare_with
 
 
@@ -33,84 +37,157 @@ def verify(
     try:
         manifest = read_manifest(root / MANIFEST)
         codec = checks.codec_of(manifest)
-    except PagestoneError as error:
+    except (PagestoneError, OSError) as error:
         report.add([of_error(error, MANIFEST)])
         return report
-    report.add(checks.check_presence(root, manifest))
-    layers: list[checks.OpenLayer] = []
-    damaged: set[str] = set()
-    for entry in manifest.layers:
-        try:
-            layers.append(checks.open_layer(root, manifest, entry))
-        except (PagestoneError, OSError) as error:
-            damaged.add(entry.file)
-            report.add([of_error(error, entry.file)])
-    columns = None
-    if (root / EXPERTS).is_file() and not damaged:
-        columns, findings = checks.check_experts(root, layers)
-        report.add(findings)
-    comparison = None if source is None else compare_with(source, manifest, columns, sample)
+    # the source first: where it cannot be opened, nothing that was found is lost
+    comparison = None if source is None else compare_with(source, manifest, sample)
+    context = Context(root, manifest, codec, comparison, progress, workers, report)
     try:
-        _files(root, manifest, layers, columns, comparison, report, progress, workers)
-        layer_files = {e.file for e in manifest.layers}
-        sidecars = {sidecar_name(name) for name in layer_files}
-        dense = [n for n in manifest.files if n.endswith(".safetensors") and n not in layer_files | sidecars]
-        report.add(check_dense_tensors(root, manifest, codec, dense))
-        if not damaged:
-            try:
-                report.add(checks.check_dense(root, dense))
-                report.add(checks.check_index(root, layers, dense))
-                report.add(checks.check_config(root, manifest, codec, layers, dense))
-                report.add(checks.check_zeros(root, columns, layers, dense) if columns is not None else [])
-            except (PagestoneError, OSError) as error:
-                report.add([of_error(error, "")])
-        if comparison is not None:
-            report.add(comparison.everything_else(root, manifest, progress))
+        for check in CHECKS:
+            report.add(guarded(check(context), root.name))
     finally:
         if comparison is not None:
             comparison.close()
     return report
 
 
-def _files(
-    root: Path,
-    manifest: Manifest,
-    layers: list[checks.OpenLayer],
-    columns: checks.Columns | None,
-    comparison: Comparison | None,
-    report: Report,
-    progress: checks.Progress,
-    workers: int,
-) -> None:
-    """Digests of every file, and the contents of every layer."""
-    layer_files = {e.file for e in manifest.layers}
-    for name in manifest.files:
-        if not (root / name).is_file():
+@dataclass(slots=True)
+class Context:
+    """What checks share, and what earlier ones found out for later ones."""
+
+    root: Path
+    manifest: Manifest
+    codec: Codec
+    comparison: Comparison | None
+    progress: checks.Progress
+    workers: int
+    report: Report
+    layers: list[checks.OpenLayer] = field(default_factory=list)
+    """Layer files whose tables are right."""
+    columns: checks.Columns | None = None
+    """experts.parquet, once it is seen to be right."""
+    complete: bool = True
+    """Whether every table of tensors was read: without, nothing can be said of the index."""
+
+    @property
+    def dense(self) -> list[str]:
+        """Files of dense tensors."""
+        others = {name for e in self.manifest.layers for name in (e.file, sidecar_name(e.file))}
+        return [n for n in self.manifest.files if n.endswith(".safetensors") and n not in others]
+
+
+Check = Callable[[Context], Iterator[Finding]]
+"""A check yields what it finds; an error it raises is its last finding, and the next check begins."""
+
+
+def _presence(context: Context) -> Iterator[Finding]:
+    return checks.check_presence(context.root, context.manifest)
+
+
+def _tables(context: Context) -> Iterator[Finding]:
+    """Open every layer and its sidecar."""
+    for entry in context.manifest.layers:
+        try:
+            layer = checks.open_layer(context.root, context.manifest, entry)
+        except (PagestoneError, OSError) as error:
+            context.complete = False
+            yield of_error(error, entry.file)
             continue
-        if name not in layer_files:
-            report.add(checks.check_file_digest(root, manifest, name, progress))
-            report.count("files")
-        report.add(checks.check_sha256(root, manifest, name))
+        try:
+            layer = replace(layer, sums=checks.row_sums(context.root, layer))
+        except (PagestoneError, OSError) as error:
+            yield of_error(error, str(entry.sidecar))
+        context.layers.append(layer)
+
+
+def _experts(context: Context) -> Iterator[Finding]:
+    if context.complete and (context.root / EXPERTS).is_file():
+        context.columns, findings = checks.check_experts(context.root, context.layers)
+        yield from findings
+    if context.columns is not None and context.comparison is not None:
+        context.comparison.remember(context.columns)
+
+
+def _digests(context: Context) -> Iterator[Finding]:
+    """Digests of every file that is no layer file, and SHA-256 of all that have one."""
+    layer_files = {e.file for e in context.manifest.layers}
+    for name in context.manifest.files:
+        yield from guarded(_digest(context, name, name in layer_files), name)
+
+
+def _digest(context: Context, name: str, is_layer: bool) -> Iterator[Finding]:
+    if not (context.root / name).is_file():
+        return
+    if not is_layer:
+        yield from guarded(checks.check_file_digest(context.root, context.manifest, name, context.progress), name)
+        context.report.count("files")
+    yield from checks.check_sha256(context.root, context.manifest, name)
+
+
+def _records(context: Context) -> Iterator[Finding]:
+    """The contents of every layer, and with a source what it encodes to."""
     recorded: dict[str, list[str]] = {}
-    if columns is not None:
-        for file, part, value in zip(columns["file"], columns["part"], columns["record_xxh3_128"], strict=True):
+    if (table := context.columns) is not None:
+        for file, part, value in zip(table["file"], table["part"], table["record_xxh3_128"], strict=True):
             if part == "gate":
                 recorded.setdefault(file, []).append(value)
+    for layer in context.layers:
+        yield from guarded(_layer(context, layer, recorded.get(layer.entry.file)), layer.entry.file)
+
+
+def _layer(context: Context, layer: checks.OpenLayer, recorded: list[str] | None) -> Iterator[Finding]:
+    comparison, name = context.comparison, layer.entry.file
 
     def against_source(layer: checks.OpenLayer, expert: int, record: Array) -> list[Finding]:
         return [] if comparison is None else comparison.expert(layer, expert, record)
 
-    for layer in layers:
-        known = recorded.get(layer.entry.file)
-        try:
-            if comparison is not None:
-                report.add(comparison.heads(root, layer))
-            report.add(checks.check_layer(layer, manifest, known, against_source, progress, workers))
-        except PagestoneError as error:
-            report.add([of_error(error, layer.entry.file)])
-        report.count("files")
-        report.count("layers")
-        report.count("experts", layer.file.count)
-        if comparison is not None:
-            compared = sum(comparison.covers(layer.entry.file, e) for e in range(layer.file.count))
-            report.count("experts compared with the source", compared)
+    if comparison is not None:
+        yield from guarded(comparison.heads(context.root, layer), name)
+    yield from guarded(
+        checks.check_layer(layer, context.manifest, recorded, against_source, context.progress, context.workers), name
+    )
+    context.report.count("files")
+    context.report.count("layers")
+    context.report.count("experts", layer.file.count)
+    if comparison is not None:
+        compared = sum(comparison.covers(name, e) for e in range(layer.file.count))
+        context.report.count("experts compared with the source", compared)
+
+
+def _dense_tensors(context: Context) -> Iterator[Finding]:
+    return check_dense_tensors(context.root, context.manifest, context.codec, context.dense)
+
+
+def _dense_tables(context: Context) -> Iterator[Finding]:
+    for finding in checks.check_dense(context.root, context.dense):
+        context.complete = context.complete and finding.code == "E0225"  # which is read, but in no good place
+        yield finding
+
+
+def _index(context: Context) -> Iterator[Finding]:
+    if context.complete:
+        yield from guarded(checks.check_index(context.root, context.layers, context.dense), INDEX)
+
+
+def _config(context: Context) -> Iterator[Finding]:
+    if context.complete:
+        found = checks.check_config(context.root, context.manifest, context.codec, context.layers, context.dense)
+        yield from guarded(found, CONFIG)
+
+
+def _zeros(context: Context) -> Iterator[Finding]:
+    if context.complete and context.columns is not None:
+        yield from checks.check_zeros(context.root, context.columns, context.layers, context.dense)
+
+
+def _rest_of_source(context: Context) -> Iterator[Finding]:
+    if context.comparison is not None:
+        yield from context.comparison.everything_else(context.root, context.manifest, context.progress)
+
+
+CHECKS: tuple[Check, ...] = (
+    _presence, _tables, _experts, _digests, _records, _dense_tensors, _dense_tables, _index, _config, _zeros,
+    _rest_of_source,
+)  # fmt: skip
+"""In the order in which a fault is easiest to understand."""

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from kits.sectors import bad_disks
 
 from pagestone.convert.prepare import prepare
 from pagestone.formats import codecs
@@ -349,7 +350,7 @@ COMPARED: dict[str, tuple[Change, set[str]]] = {
 }
 """Found by comparing with the source: change, codes found, exactly."""
 
-ELSEWHERE = {"W1004", "E1002", "E1021"}
+ELSEWHERE = {"W1004", "E1002", "E1021", "E1031"}
 """Provoked by single tests of this file."""
 VECTORS = {
     code
@@ -410,6 +411,98 @@ def test_an_unreadable_layer(container):
     (container / LAYER).unlink()
     found = errors(container)
     assert {"E0332", "E1002"} == codes_of(found) and {f.file for f in found} == {LAYER}
+
+
+# -- what cannot be read -----------------------------------------------------------------------------------------------
+
+BAD = """
+import json, sys
+from pathlib import Path
+from pagestone.formats.errors import PagestoneError
+from pagestone.validate.verify import verify
+root, source, found = Path(sys.argv[1]), Path(sys.argv[2]), []
+for file, byte in json.loads(sys.argv[3]):
+    bad_sector(file, byte)
+    try:
+        report = verify(root, source=source)
+        found.append([report.exit_code, [[f.code, f.file, f.message, f.offset] for f in report.findings]])
+    except PagestoneError as error:
+        found.append([error.exit_code, str(error)])
+bad_sector("", 0)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="session")
+def bad_sectors(source, tmp_path_factory) -> dict[tuple[str, int], tuple[int, list[list]]]:
+    """Exit code and findings for a bad sector in every file, at its beginning, middle and end (-1: no permission).
+
+    Layer and README of the container are damaged too, so that something else is to be found each time.
+    """
+    root = tmp_path_factory.mktemp("bad")
+    container = Path(shutil.copytree(ACCEPT / "int8-odd", root / "container"))
+    make.flip("README.md", 0)(container)
+    make.flip(MTP, slot_offset(container, 1, "up", "scales"))(container)
+    size = {p: p.stat().st_size for folder in (container, source) for p in sorted(folder.iterdir())}
+    cases = [(str(p), at) for p, n in size.items() if p.parent == container for at in (-1, 0, n // 2, n - 1)]
+    cases += [(str(source / "model.safetensors"), at) for at in (0, size[source / "model.safetensors"] - 1)]
+    cases += [(str(source / "config.json"), 1)]
+    out = bad_disks(BAD, container, source, json.dumps(cases), root=root)
+    return {(Path(f).name, at): (code, found) for (f, at), (code, found) in zip(cases, json.loads(out), strict=True)}
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_checked(bad_sectors):
+    """Each finding names the file; what else is wrong is found all the same, and decides the exit code."""
+    assert len(bad_sectors) > 40
+    for (name, at), (exit_code, found) in bad_sectors.items():
+        if isinstance(found, str):
+            continue
+        assert len({tuple(f) for f in found}) == len(found), "nothing is said twice"
+        unread = [f for f in found if f[0] == "E1031"]
+        word = "Permission denied" if at < 0 else "Input/output error"
+        assert unread and all(f[1] == name and word in f[2] for f in unread), (name, at, found)
+        others = {(f[0], f[1]) for f in found} - {("E1031", name)}
+        if name == "manifest.json":
+            assert exit_code == 3 and not others
+            continue
+        assert exit_code == 1
+        readme = {("E1001", "README.md"), ("E1028", "README.md")} if name != "README.md" else set()
+        layer = {("E1001", MTP), ("E1022", MTP)}
+        assert readme <= others and (layer <= others or name in (MTP, "model.safetensors")), (name, at, others)
+        assert others <= readme | layer | {("E1005", MTP)}, (name, at, others)
+
+
+def test_an_expert_that_cannot_be_read_is_one_of_many(bad_sectors):
+    """The record is named; every other one is checked."""
+    at = max(at for name, at in bad_sectors if name == MTP)
+    found = bad_sectors[MTP, at][1]
+    unread = [f for f in found if f[0] == "E1031"]
+    assert unread[0][2].startswith("expert 2: reading failed") and unread[0][3] <= at
+    assert any(f[0] == "E1001" and f[1] == MTP and "expert 1:" in f[2] for f in found)
+
+
+@pytest.mark.parametrize("case", [("model.safetensors", 0), ("config.json", 1)])
+def test_a_source_that_cannot_be_opened(bad_sectors, case):
+    """Nothing was looked at yet, so nothing is lost: an error of the machine that names the source's file."""
+    exit_code, text = bad_sectors[case]
+    assert exit_code == 3 and f"source/{case[0]}: Input/output error" in text and "what to do" in text
+
+
+def test_row_sums_that_cannot_be_read_hide_no_layer(bad_sectors):
+    for at in (at for n, at in bad_sectors if n == SIDE.replace("layers", "mtp")):
+        assert ("E1022", MTP) in {(f[0], f[1]) for f in bad_sectors[SIDE.replace("layers", "mtp"), at][1]}
+
+
+def test_nothing_but_the_machine_failed(container):
+    """Exit 3: nobody should convert again for a permission."""
+    path = container / "tokenizer_config.json"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # of length 0, and reads fail with EIO
+    make.edit_manifest(container, lambda t: t["files"]["tokenizer_config.json"].update(bytes=0))
+    make.sign(container, json.loads((container / "manifest.json").read_bytes()))
+    report = verify(container)
+    assert [(f.code, f.file) for f in report.findings] == [("E1031", "tokenizer_config.json")]
+    assert report.exit_code == 3 and not report.table()["ok"]
 
 
 # -- the source --------------------------------------------------------------------------------------------------------
