@@ -356,6 +356,8 @@ def _run(
     open_to_run(directory)
     sampling = running.sampling(directory)
     text = inputs.stdin() if prompt == "-" else inputs.option("--prompt", prompt)
+    if prompt == "-" and not raw:
+        text = text.rstrip("\r\n")  # the end of the last line is the shell's, not the user's
     tokenizer = running.open_tokenizer(directory)
     ids = tokenizer.encode(text) if raw else tokenizer.chat([*_system(system), {"role": "user", "content": text}])
     check_ids(ids, host.vocabulary_of(directory), tokenizer.place)

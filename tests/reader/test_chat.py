@@ -465,6 +465,18 @@ def test_stdin_that_is_not_text(
     refused(run(plain, "--raw", prompt="-"), capsys, "E1243")
 
 
+def test_the_last_line_end_is_not_said(
+    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`echo ... | pagestone run --prompt -` asks what `--prompt ...` asks; with --raw every byte counts."""
+    found = []
+    for prompt, raw in ((FRANCE, []), ("-", []), (FRANCE, ["--raw"]), ("-", ["--raw"])):
+        stdin(monkeypatch, FRANCE.encode() + b"\n")
+        assert command(*run(plain, "--json", "--max-new-tokens", "1", *raw, prompt=prompt)) == 0
+        found.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert found[0] == found[1] and found[2] < found[3]
+
+
 def test_a_chat_with_a_bad_line(
     plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
