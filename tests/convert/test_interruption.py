@@ -18,22 +18,32 @@ from kits.conversions import run
 from pagestone.convert.publish import JOURNAL, PARTIAL
 
 STUCK = """
-import sys, threading
+import sys, time
+import numpy as np
 from pagestone.convert import pipeline
+from pagestone.formats import codecs
 encode, calls = pipeline.encode_expert, []
+codec, big = codecs.get("int8"), np.zeros((1024, 2048), "<u2")
+out = codec.allocate(*big.shape)
 
 def stuck(*words):
     calls.append(1)
     if len(calls) == 16:
         print("stuck", file=sys.stderr, flush=True)
-        threading.Event().wait()
+        while True:
+            codec.encode(big, "BF16", out)
     return encode(*words)
 
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)  # while Python is taken down: whoever comes back from a kernel now aborts the process
+
+sys.modules["late"] = Late()
 pipeline.encode_expert = stuck
 from pagestone.cli import main
 main()
 """
-"""The command line, in which a worker stays in its sixteenth expert for ever."""
+"""The command line, in which a worker stays in its sixteenth expert for ever, in and out of a kernel."""
 
 
 @pytest.fixture
