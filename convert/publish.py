@@ -190,8 +190,8 @@ class WorkDirectory:
     def publish(self, manifest: bytes, *, replace: bool) -> None:
         """Turn the finished files into a container; `replace`: over what the container in the output lists.
 
-        Everything listed in the manifest must be durable in the work directory. Raises `RequestError` (E0811), with
-        all work kept, if anything else is in the way.
+        Everything the manifest lists must be durable in the work directory. Raises `RequestError` (E0811) if anything
+        else is in the way; an old container is then still whole, and all work is kept.
         """
         if replace:
             try:
@@ -201,11 +201,7 @@ class WorkDirectory:
             write_durably(self.file(REPLACED), old, self.lacks)
         else:
             self.file(REPLACED).unlink(missing_ok=True)
-        temporary = self.file(".decided.json")  # another name: nothing is decided before it is checked
-        write_durably(temporary, manifest, self.lacks)
-        self._require_free(read_manifest(temporary))
-        temporary.replace(self.file(MANIFEST))
-        sync_directory(self.path, self.lacks)
+        write_durably(self.file(MANIFEST), manifest, self.lacks)
         self.finish_publication()
 
     def finish_publication(self) -> Manifest:
@@ -308,10 +304,8 @@ class WorkDirectory:
             entries = []  # digests decide alone
         recorded = {e.name: e for e in entries}
         experts = {e.file: e.experts for e in manifest.layers}
-        # as long as the old container is whole, nothing was moved
-        moved = not is_there(self.output / MANIFEST)
         for name, known in manifest.files.items():
-            place = self.output / name if moved and not is_there(self.file(name)) else self.file(name)
+            place = self.file(name) if is_there(self.file(name)) else self.output / name
             if not _holds(place, known, recorded.get(name), experts.get(name, 0)):
                 raise DataError(
                     "a finished file of an interrupted publication is gone, or was altered",

@@ -162,7 +162,7 @@ WRITTEN = [
     "tokenizer.json",
 ]
 WRITES = [(call, name) for call in ("pwrite", "fsync", "ftruncate", "posix_fallocate") for name in WRITTEN]
-WRITES += [("fsync", name) for name in (".config.json.tmp", JOURNAL, "experts.parquet", "..decided.json.tmp")]
+WRITES += [("fsync", name) for name in (".config.json.tmp", JOURNAL, "experts.parquet", ".manifest.json.tmp")]
 WRITES += [("fsync", f"..{name}.tmp") for name in ("journal.jsonl",)] + [("write", JOURNAL)]
 
 
@@ -329,7 +329,7 @@ def test_order_of_durable_steps(source, tmp_path, monkeypatch, over):
             assert last("ftruncate", work / name) < last("fsync", work / name) < lines[name] < decided
             assert not files[name].nbytes or last("pwrite", work / name) < last("ftruncate", work / name)
     assert last("fsync", work / "experts.parquet") < last("fsync", work, decided), "names are durable too"
-    assert last("fsync", work / "..decided.json.tmp") < decided
+    assert last("fsync", work / ".manifest.json.tmp") < decided
     assert ("fsync", str(work)) in events[decided:], "the decision is durable"
     moves = [last("place", output / name) for name in files]
     first_change = min(moves + ([last("unlink", output / "manifest.json")] if over else []))
