@@ -86,11 +86,11 @@ def is_piecewise(tokens: Any) -> bool:
 
     True for decoders that were looked at; any other is decoded from the beginning every time.
     """
-    backend = getattr(tokens, "backend_tokenizer", None)
-    if backend is None:
+    made = getattr(getattr(tokens, "backend_tokenizer", None), "decoder", None)
+    if made is None:
         return False
-    decoder = json.loads(backend.to_str()).get("decoder")
-    return decoder is not None and all(map(_known, decoder.get("decoders", [decoder])))
+    decoder = json.loads(made.__getstate__())  # what it is pickled as; the whole tokenizer is megabytes
+    return all(map(_known, decoder.get("decoders", [decoder])))
 
 
 def _known(decoder: dict[str, Any]) -> bool:
