@@ -289,6 +289,27 @@ def test_what_a_class_makes_in_float32_stays(workshop: Workshop, built: Any, mon
     loaded.close()
 
 
+@needs_bf16
+def test_what_a_model_lists_for_float32_is_widened(
+    workshop: Workshop, built: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names in the model's list run in float32 whatever their class made them; stars in them stand for anything."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+    if "deepseek_v3" not in families():
+        pytest.skip("no family deepseek_v3")
+    names = ["layers.*.input_layernorm", "embed_tokens"]
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", names)
+    source = built("deepseek_v3")
+    loaded, reference = model(workshop.container("bf16", source)), host.plain_model(source)
+    assert_same_state(loaded.model, reference.model)
+    wide = {n for n, t in loaded.model.state_dict().items() if t.dtype == torch.float32}
+    assert {"model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"} <= wide
+    assert "model.norm.weight" not in wide and "model.layers.1.post_attention_layernorm.weight" not in wide
+    assert {c.name for c in loaded.casts} >= {"model.embed_tokens.weight"}
+    loaded.close()
+
+
 def test_buffers_beside_stored_tensors_are_not_made_again() -> None:
     """E1225: building such a module anew would give it random weights in place of the stored ones."""
 
