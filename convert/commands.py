@@ -91,7 +91,7 @@ def _leave(output: Path) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, full, or in the middle of a write that this interrupts
             stream.flush()
-    with suppress(OSError):
+    with suppress(Exception):
         # not through the stream: that may be what was interrupted
         os.write(2, f"\nerror: {error}\n".encode(errors="backslashreplace") if sys.stderr.isatty()
                  else f"error: {error}\n".encode(errors="backslashreplace"))  # fmt: skip
