@@ -126,8 +126,8 @@ def _already_there(
     warnings = list(plan.warnings)
     if newer and not finished:
         warnings.append(
-            f"{len(newer)} file(s) of the source changed after this container was made, first {newer[0]}; their data "
-            f"was not compared: `pagestone verify {output} --source {plan.checkpoint.path}` does that"
+            f"{len(newer)} file(s) of the source are newer than this container, first {newer[0]}; their data was not "
+            f"compared: `pagestone verify {output} --source {plan.checkpoint.path}` does that"
         )
     return Outcome("finished publishing" if finished else "already there", old, tuple(warnings))
 

@@ -363,8 +363,9 @@ def open_work(output: Path) -> WorkDirectory:
     file system has no locks, the work directory says so in `lacks`.
     """
     path = output / PARTIAL
-    if path.is_symlink():
-        raise RequestError("a work directory expected, found a link", code="E0801", file=path, remedy="remove the link")
+    if path.is_symlink() or (is_there(path) and not path.is_dir()):
+        raise RequestError("a work directory expected, found a link or a file", code="E0801", file=path,
+                           remedy="remove it, or give another --output")  # fmt: skip
     lacks: set[str] = set()
     with machine_errors(output, "creating the output directory"):
         path.mkdir(parents=True, exist_ok=True)

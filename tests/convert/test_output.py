@@ -249,6 +249,18 @@ def test_our_own_files_are_regular(source, wanted, tmp_path, name, how, force):
     assert (target.read_bytes() if target.exists() else None) == before
 
 
+@pytest.mark.parametrize("how", ["file", "pipe", "link to nothing"])
+def test_work_directory_that_is_none(source, tmp_path, how):
+    """Anything but a directory in place of the work directory is refused."""
+    output = tmp_path / "o"
+    output.mkdir()
+    (output / PARTIAL).touch() if how == "file" else disguise(output / PARTIAL, how, tmp_path / "nothing")
+    for force in (False, True):
+        with pytest.raises(RequestError, match="E0801"):
+            run(source, output, force=force)
+    assert not (tmp_path / "nothing").exists()
+
+
 @pytest.mark.parametrize("name", [f".{JOURNAL}.tmp", ".config.json.tmp", "layers-00.safetensors", "experts.parquet"])
 def test_links_in_the_work_directory_are_not_written_through(source, wanted, tmp_path, name):
     """Whatever name we are about to write may be a link: it is removed, what it points to is not touched."""
