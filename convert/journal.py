@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.machine import Stamp, is_regular, named, open_own, stamp_of
+from pagestone.formats import strict_json
 from pagestone.formats.digests import Hasher, digest, layer_digest
+from pagestone.formats.strict_json import brief
 
 PIECE = 1 << 20
 
@@ -51,29 +54,51 @@ def _own_digest(table: Mapping[str, Any]) -> str:
 
 
 def from_lines(raw: bytes) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
-    """(the job, its finished files) of a journal; ValueError, KeyError, TypeError or RecursionError if it is none.
+    """(the job, its finished files) of a journal; ValueError, KeyError or TypeError if it is none.
 
     A crash may cut the last line short: whatever is not a whole line was not recorded.
     """
-    lines = [dict(json.loads(line)) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+    lines = [_object(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
     return (lines[0] if lines else None), [_entry(line) for line in lines[1:]]
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    table = strict_json.loads(line)
+    if not isinstance(table, dict):
+        raise TypeError("an object a line expected")
+    return table
 
 
 def _entry(table: dict[str, Any]) -> FinishedFile:
     if table.pop("digest") != _own_digest(table):
         raise ValueError("the line's own digest is another")
-    stamp = tuple(table["stamp"])
-    if len(stamp) != 3:
-        raise ValueError("a stamp of three numbers expected")
     return FinishedFile(
-        table["name"],
-        table["nbytes"],
-        table["xxh3"],
-        tuple(table["records"]),
-        tuple(tuple(s) for s in table["stats"]),
-        dict(table["notes"]),
-        stamp,
+        _typed(table["name"], str),
+        _typed(table["nbytes"], int),
+        _hex(table["xxh3"]),
+        tuple(_hex(record) for record in _typed(table["records"], list)),
+        tuple(tuple(_typed(s, float) for s in _typed(of_one, list)) for of_one in _typed(table["stats"], list)),
+        {name: _typed(count, int) for name, count in _typed(table["notes"], dict).items()},
+        _stamp(table["stamp"]),
     )
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """`value`; TypeError if it is of another type (true is no integer)."""
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} expected, found {brief(value)}")
+    return value
+
+
+def _hex(value: Any) -> str:
+    if not re.fullmatch("[0-9a-f]{32}", _typed(value, str)):
+        raise ValueError(f"32 hexadecimal digits expected, found {brief(value)}")
+    return str(value)
+
+
+def _stamp(value: Any) -> Stamp:
+    first, second, third = (_typed(number, int) for number in _typed(value, list))
+    return first, second, third
 
 
 def file_digest(path: Path, experts: int) -> bytes:

@@ -141,7 +141,7 @@ class WorkDirectory:
             return None, []
         try:
             found = from_lines(raw)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise DataError("a journal of JSON lines expected", code="E0804", file=path, remedy=DAMAGED_WORK) from None
         if raw and raw[-1:] != b"\n":
             with named(path):
@@ -300,7 +300,7 @@ class WorkDirectory:
         """Every file that is listed is in the work directory or was moved already, and holds what the manifest says."""
         try:
             _, entries = from_lines(read_own(self.file(JOURNAL)))
-        except (OSError, PagestoneError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, PagestoneError, ValueError, KeyError, TypeError):
             entries = []  # digests decide alone
         recorded = {e.name: e for e in entries}
         experts = {e.file: e.experts for e in manifest.layers}

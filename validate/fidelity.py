@@ -7,7 +7,6 @@ how many each answers to the letter, greedily.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats.errors import RequestError
-from pagestone.formats.strict_json import MAX_COUNT
+from pagestone.formats.strict_json import MAX_COUNT, loads
 from pagestone.formats.text import shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.commands import open_model
@@ -207,7 +206,7 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     found = []
     for number, line in inputs.file_lines(path):
         try:
-            table = json.loads(line)
+            table = loads(line)
             found.append((str(table["question"]), str(table["answer"])))
         except (ValueError, KeyError, TypeError):
             raise RequestError(

@@ -529,7 +529,8 @@ def _work(bench: Bench, random: Random) -> None:
     path = pick(random, sorted(p for p in partial.iterdir() if p.is_file()))
     data = path.read_bytes()
     change = mutate.damaged_lines if "journal" in path.name else mutate.damaged
-    path.write_bytes(change(random, data) if data else pick(random, (b"x", b"{}", b"\0" * 100)))
+    changed = change(random, data) if data else pick(random, (b"x", b"{}", b"\0" * 100))
+    path.write_bytes(_vouched_lines(changed) if "journal" in path.name and random.randrange(2) else changed)
     try:
         force = ["--force"] if random.randrange(4) == 0 else []
         code, _ = told("prepare-int8", bench.source, "--output", output, "--workers", "1", *force)
@@ -537,6 +538,20 @@ def _work(bench: Bench, random: Random) -> None:
             raise Fault(f"continued from damaged {path.name} to other bytes")
     finally:
         shutil.rmtree(output)
+
+
+def _vouched_lines(journal: bytes) -> bytes:
+    """Lines whose own digest is right again, whatever they say."""
+    made = []
+    for line in journal.splitlines():
+        try:
+            table = json.loads(line)
+            table.pop("digest")
+            line = json.dumps(table | {"digest": digest(json.dumps(table, sort_keys=True).encode()).hex()}).encode()
+        except (LookupError, ValueError, AttributeError, TypeError, RecursionError):
+            pass
+        made.append(line + b"\n")
+    return b"".join(made)
 
 
 @_case
