@@ -139,9 +139,7 @@ def row_sums(root: Path, layer: OpenLayer) -> dict[str, Array]:
     if layer.entry.sidecar is None:
         return {}
     side, sums = root / layer.entry.sidecar, {}
-    with named(side):
-        tensors = read_sidecar(side, layer.file)
-    for name, tensor in tensors.items():
+    for name, tensor in read_sidecar(side, layer.file).items():
         raw = read_exactly(side, tensor.offset, tensor.nbytes)
         sums[name] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
     return sums

@@ -437,16 +437,20 @@ print(json.dumps(found))
 def bad_sectors(source, tmp_path_factory) -> dict[tuple[str, int], tuple[int, list[list]]]:
     """Exit code and findings for a bad sector in every file, at its beginning, middle and end (-1: no permission).
 
-    Layer and README of the container are damaged too, so that something else is to be found each time.
+    Layer, dense tensors and README of the container are damaged too, so that something else is to be found each time.
     """
     root = tmp_path_factory.mktemp("bad")
     container = Path(shutil.copytree(ACCEPT / "int8-odd", root / "container"))
     make.flip("README.md", 0)(container)
     make.flip(MTP, slot_offset(container, 1, "up", "scales"))(container)
+    make.flip(DENSE, -1)(container)
+    make.edit_manifest(container, lambda t: [e.update(sha256=hashlib.sha256((container / n).read_bytes()).hexdigest())
+                                             for n, e in t["files"].items()])  # fmt: skip
+    make.sign(container, json.loads((container / "manifest.json").read_bytes()))
     size = {p: p.stat().st_size for folder in (container, source) for p in sorted(folder.iterdir())}
     cases = [(str(p), at) for p, n in size.items() if p.parent == container for at in (-1, 0, n // 2, n - 1)]
     cases += [(str(source / "model.safetensors"), at) for at in (0, size[source / "model.safetensors"] - 1)]
-    cases += [(str(source / "config.json"), 1)]
+    cases += [(str(source / "config.json"), 1), (str(container / DENSE), 4096)]
     out = bad_disks(BAD, container, source, json.dumps(cases), root=root)
     return {(Path(f).name, at): (code, found) for (f, at), (code, found) in zip(cases, json.loads(out), strict=True)}
 
@@ -468,17 +472,24 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_checked(bad_sectors):
         assert exit_code == 1
         readme = {("E1001", "README.md"), ("E1028", "README.md")} if name != "README.md" else set()
         layer = {("E1001", MTP), ("E1022", MTP)}
-        assert readme <= others and (layer <= others or name in (MTP, "model.safetensors")), (name, at, others)
-        assert others <= readme | layer | {("E1005", MTP)}, (name, at, others)
+        dense = {("E1001", DENSE), ("E1028", DENSE)}
+        for file, faults in (("README.md", readme), (MTP, layer), (DENSE, dense)):
+            assert faults <= others or name in (file, "model.safetensors"), (name, at, others)
+        assert others <= readme | layer | dense | {("E1005", MTP)}, (name, at, others)
 
 
 def test_an_expert_that_cannot_be_read_is_one_of_many(bad_sectors):
     """The record is named; every other one is checked."""
     at = max(at for name, at in bad_sectors if name == MTP)
     found = bad_sectors[MTP, at][1]
-    unread = [f for f in found if f[0] == "E1031"]
-    assert unread[0][2].startswith("expert 2: reading failed") and unread[0][3] <= at
+    (record,) = [f for f in found if f[0] == "E1031" and f[2].startswith("expert 2: reading failed")]
+    assert record[3] <= at
     assert any(f[0] == "E1001" and f[1] == MTP and "expert 1:" in f[2] for f in found)
+
+
+def test_a_dense_tensor_that_cannot_be_read_is_one_of_many(bad_sectors):
+    """The first one is not read; the last one, which is damaged, is compared all the same."""
+    assert {("E1031", DENSE), ("E1028", DENSE)} <= {(f[0], f[1]) for f in bad_sectors[DENSE, 4096][1]}
 
 
 @pytest.mark.parametrize("case", [("model.safetensors", 0), ("config.json", 1)])
