@@ -72,12 +72,15 @@ def _object(line: bytes) -> dict[str, Any]:
 def _entry(table: dict[str, Any]) -> FinishedFile:
     if table.pop("digest") != _own_digest(table):
         raise ValueError("the line's own digest is another")
+    stats = [_typed(sums, list) for sums in _typed(table["stats"], list)]
+    if len(stats) != len(_typed(table["records"], list)) or any(len(sums) != 6 for sums in stats):
+        raise ValueError("six sums for every record expected")
     return FinishedFile(
         _typed(table["name"], str),
         _typed(table["nbytes"], int),
         _hex(table["xxh3"]),
-        tuple(_hex(record) for record in _typed(table["records"], list)),
-        tuple(tuple(_typed(s, float) for s in _typed(of_one, list)) for of_one in _typed(table["stats"], list)),
+        tuple(_hex(record) for record in table["records"]),
+        tuple(tuple(_typed(value, float) for value in sums) for sums in stats),
         {name: _typed(count, int) for name, count in _typed(table["notes"], dict).items()},
         _stamp(table["stamp"]),
     )

@@ -14,7 +14,9 @@ from kits.cli import pagestone, refused
 from kits.containers import contents
 from kits.conversions import run, stop_after
 
+from pagestone.convert import journal
 from pagestone.convert import publish as publishing
+from pagestone.convert.machine import stamp_of
 from pagestone.convert.publish import JOURNAL, LOCK, PARTIAL, REPLACED, open_work
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import read_manifest
@@ -313,16 +315,46 @@ def test_journal_lines_prove_themselves(source, wanted, tmp_path, how):
     """A line that was altered is refused by name; --force begins anew."""
     output = tmp_path / "o"
     stop_after(source, output, 0.9)
-    journal = output / PARTIAL / JOURNAL
-    lines = journal.read_bytes().splitlines(keepends=True)
+    path = output / PARTIAL / JOURNAL
+    lines = path.read_bytes().splitlines(keepends=True)
     number = next(n for n, line in enumerate(lines) if b'"layers-00.safetensors"' in line)
     lines[number] = altered_line(lines[number], how)
-    journal.write_bytes(b"".join(lines))
+    path.write_bytes(b"".join(lines))
     with pytest.raises(DataError, match="E0804") as caught:
         run(source, output)
     assert "--force" in caught.value.remedy
     run(source, output, force=True)
     assert contents(output) == wanted
+
+
+WRONG_TYPES = {
+    "name": [["x"], 3, None],
+    "nbytes": ["3", 3.0, True, None],
+    "xxh3": ["00", "x" * 32, 3],
+    "records": ["x", {}, [3], ["00"]],
+    "stats": [[], [[1.0] * 5], [["x"] * 6], [3], "x"],
+    "notes": [[], {"x": "y"}, 3],
+    "stamp": [[1, 2], [1, 2, 3, 4], "abc", [1, 2, "3"], None],
+}
+
+
+@pytest.mark.parametrize("field", WRONG_TYPES)
+def test_journal_lines_of_wrong_types(source, tmp_path, field):
+    """A line that proves itself and means nothing is refused like a damaged one, whatever is wrong in it."""
+    output = tmp_path / "o"
+    stop_after(source, output, 0.9)
+    path = output / PARTIAL / JOURNAL
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = next(n for n, line in enumerate(lines) if b'"layers-00.safetensors"' in line)
+    for value in WRONG_TYPES[field]:
+        table = json.loads(lines[number]) | {field: value}
+        del table["digest"]
+        table["digest"] = journal._own_digest(table)
+        path.write_bytes(b"".join([*lines[:number], json.dumps(table).encode() + b"\n", *lines[number + 1 :]]))
+        with pytest.raises(DataError, match="E0804"):
+            run(source, output)
+    path.write_bytes(b"".join(lines))
+    assert run(source, output).state == "converted"
 
 
 def test_journal_of_other_files(source, wanted, tmp_path):
@@ -335,13 +367,10 @@ def test_journal_of_other_files(source, wanted, tmp_path):
         job, *lines = map(json.loads, work.file(JOURNAL).read_text().splitlines())
         files = {line["name"]: (line["nbytes"], len(line["records"])) for line in lines}
         work.begin(job, files, force=False)
-        from pagestone.convert.journal import FinishedFile
-        from pagestone.convert.machine import stamp_of
-
         (output / PARTIAL / "huge").touch()
         os.truncate(output / PARTIAL / "huge", 1 << 40)
         stamp = stamp_of((output / PARTIAL / "huge").stat())
-        work.record(FinishedFile("huge", 1 << 40, "0" * 32, stamp=stamp))
+        work.record(journal.FinishedFile("huge", 1 << 40, "0" * 32, stamp=stamp))
     with open_work(output) as work:
         work.begin(job, files, force=False)
         assert set(work.finished) == set(files) and not work.file("huge").exists()
