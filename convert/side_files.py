@@ -89,8 +89,8 @@ class Homes:
         real = root.resolve()
         self._allowed = [real]
         snapshots = next((p for p in real.parents if p.name == "snapshots"), None)
-        if snapshots is not None and not (snapshots.parent / "blobs").is_symlink():
-            self._allowed.append(snapshots.parent / "blobs")
+        if snapshots is not None:
+            self._allowed.append(snapshots.parent / "blobs")  # not resolved: a link there leads elsewhere
 
     def holds(self, path: Path) -> bool:
         """Whether a file, its links followed, lies in the checkpoint or in its cache's blobs."""
