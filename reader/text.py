@@ -21,6 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 SIDE_TABLES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "chat_template.json", "config.json")  # fmt: skip
 """What transformers reads as JSON objects when it makes a tokenizer."""
+FIELD_TABLES = ("tokenizer_config.json", "special_tokens_map.json")
 GENERATION = "generation_config.json"
 FEWEST = 0.5
 """A tokenizer with a smaller share of the model's vocabulary than this is another model's, or incomplete."""
@@ -245,8 +246,17 @@ def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
         complaint = _complaint(path)
         if complaint is not None:
             return _damaged(path, complaint)
+    try:
+        if (place / "config.json").is_file():
+            host.vocabulary_of(place)  # which class of tokenizer it is stands there
+    except RequestError as config:
+        return config
+    why = host.reason(error)
+    plain = why.lower().replace("_", " ")
+    tables = (place / name for name in FIELD_TABLES)
+    speaks_of = (path for path in tables if any(f.replace("_", " ") in plain for f in read_table(path)))
     return RequestError(
-        f"transformers cannot load this tokenizer: {host.reason(error)}", code="E1230", file=place, remedy=GIVE
+        f"transformers cannot load this tokenizer: {why}", code="E1230", file=next(speaks_of, place), remedy=GIVE
     )
 
 
@@ -256,7 +266,7 @@ def _damaged(path: Path, complaint: str) -> DataError:
 
 def _check_fields(place: Path) -> None:
     """Refuse (E1237) fields of the small tables that transformers would take as they are, and forget what they mean."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in FIELD_TABLES:
         complaint = _complaint(place / name)
         if complaint is not None:
             raise _damaged(place / name, complaint)
@@ -274,7 +284,7 @@ def _complaint(path: Path) -> str | None:
     except PagestoneError as error:
         return error.message
     if path.name == "tokenizer.json":
-        return _tokenizer_complaint(path)
+        return _tokenizer_complaint(path) if "added_tokens" in table else "added_tokens: tokens expected, found none"
     for name, (expected, fits) in FIELDS.items():
         value = table.get(name)
         if value is not None and not fits(value):

@@ -70,6 +70,9 @@ BROKEN: dict[str, tuple[str, bytes | str | None, str]] = {
     "tokenizer: added tokens of no text": (
         "tokenizer.json", edited("tokenizer.json", added_tokens=[{"id": "x", "content": 5}]), "E1237",
     ),
+    "tokenizer: no added tokens": (
+        "tokenizer.json", json.dumps({k: v for k, v in TOKENIZER.items() if k != "added_tokens"}), "E1237",
+    ),
     "tokenizer: away": ("tokenizer.json", None, "E1233"),
     # tokenizer_config.json
     "tokenizer_config: cut": ("tokenizer_config.json", '{"eos_token": ', "E1237"),
@@ -79,6 +82,12 @@ BROKEN: dict[str, tuple[str, bytes | str | None, str]] = {
     ),
     "tokenizer_config: a token of no content": (
         "tokenizer_config.json", edited("tokenizer_config.json", eos_token={"__type": "AddedToken"}), "E1237",
+    ),
+    "tokenizer_config: a token of no kind": (
+        "tokenizer_config.json", edited("tokenizer_config.json", pad_token={"content": "x"}), "E1230",
+    ),
+    "tokenizer_config: a third side": (
+        "tokenizer_config.json", edited("tokenizer_config.json", padding_side="x"), "E1230",
     ),
     "tokenizer_config: added tokens of another form": (
         "tokenizer_config.json", edited("tokenizer_config.json", added_tokens_decoder={"x": 5}), "E1237",
@@ -118,6 +127,7 @@ BROKEN: dict[str, tuple[str, bytes | str | None, str]] = {
     "config: cut": ("config.json", "{", "E1237"),
     "config: a list": ("config.json", "[]", "E1237"),
     "config: a text config that is a list": ("config.json", edited("config.json", text_config=[]), "E1237"),
+    "config: a field of another kind": ("config.json", edited("config.json", vision_config="x"), "E1225"),
     "config: nested ends": ("config.json", edited("config.json", eos_token_id={"a": 1}), "E1235"),
 }  # fmt: skip
 
