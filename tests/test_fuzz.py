@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kits import fuzz, mutate
 from kits.fuzz import CASES, Bench, Fault, case, judged
 
-from pagestone.formats.errors import DataError
+from pagestone.formats import codecs
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layer_file import read_layer_file
+from pagestone.formats.manifest import read_manifest
+from pagestone.validate.fidelity import read_questions
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "fuzz.py"
 EXAMPLES = {"header": 400, "codes": 150, "scales": 150, "lines": 150, "audit": 300, "traces": 100}
@@ -95,6 +102,55 @@ def test_the_same_seed_is_the_same_damage(bench):
     assert len({mutate.damaged_json(random.Random(n), data) for n in range(100)}) > 80
 
 
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+def test_scales_that_are_no_numbers_decode_without_a_warning(codec):
+    """An infinite scale over a zero code is NaN, and nothing is said on stderr about it."""
+    maker = codecs.get(codec)
+    stored = maker.allocate(128, 128)
+    if "scales" in stored:
+        stored["scales"][:] = np.inf if stored["scales"].dtype == np.float32 else 0x7F80
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = maker.decode(stored, 128, 128)
+        maker.matmul_definition(stored, np.full((1, 128), 0x3F80, np.uint16), 128, 128)
+    assert np.isnan(values).all() == ("scales" in stored)
+
+
+NUMBERS = ("9" * 5000, "1e999", "NaN", "[" * 5000, "1.0", '"1"', "[1]", "true", "-1", str(10**99))
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: n[:5])
+def test_numbers_of_a_manifest_and_of_a_layer(bench, tmp_path, number):
+    """Where an integer is meant there is one, or the file is refused by name in a few lines."""
+    manifest = bench.container("q4") / "manifest.json"
+    text = manifest.read_text().replace('"experts":2', f'"experts":{number}')
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_manifest(tmp_path / "manifest.json")
+    assert caught.value.code in ("E0301", "E0303", "E0304") and len(str(caught.value)) < 1000
+    header, data = mutate.split((bench.container("q4") / "layers-00.safetensors").read_bytes())
+    table = json.loads(header)
+    for key, value in (("experts", number), ("parameters", '{"group_size":' + number + "}")):
+        changed = table | {"__metadata__": table["__metadata__"] | {f"pagestone.{key}": value}}
+        (tmp_path / "layers-00.safetensors").write_bytes(mutate.joined(mutate.compact(changed).encode(), data))
+        with pytest.raises(DataError) as caught:
+            read_layer_file(tmp_path / "layers-00.safetensors")
+        assert caught.value.code == "E0221" and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"question": ' + "9" * 5000 + ', "answer": 1}', '{"question": "a"}', "1"]
+)
+def test_questions_that_are_none(tmp_path, line):
+    (tmp_path / "q").write_text(f'{{"question": "a?", "answer": "b"}}\n{line}\n')
+    with pytest.raises(RequestError, match="line 2") as caught:
+        read_questions(tmp_path / "q", None)
+    assert caught.value.code == "E1312"
+
+
 # -- the long run ------------------------------------------------------------------------------------------------------
 
 
@@ -109,4 +165,6 @@ def test_the_script_counts_and_goes_on(tmp_path):
     assert run("--cases", "2").returncode == 0 and json.loads(state.read_bytes())["next"] == 2
     second = run("--cases", "5")
     assert second.returncode == 0 and "0 failed" in second.stdout and json.loads(state.read_bytes())["next"] == 5
+    answers = re.findall(r"(?:ok|non-finite|E\d+) (\d+)", second.stdout)
+    assert sum(map(int, answers)) == 3, "two of the five were done before"
     assert run("--cases", "9", "--seed", "1").returncode == 2

@@ -18,7 +18,7 @@ import numpy as np
 from pagestone.formats import native, products
 from pagestone.formats.dtypes import F32, VIEWS, Array, to_f32
 from pagestone.formats.errors import RequestError
-from pagestone.formats.floats import plain_floats, plainly
+from pagestone.formats.floats import plainly
 from pagestone.formats.layout import PART_NAMES, MatrixTensor
 from pagestone.formats.quantised import Form, Quantised
 from pagestone.formats.stats import sum_of_squares
@@ -162,8 +162,7 @@ class Codec(ABC):
         out = products.output(x, rows, columns, out)
         kernel = native.kernel(self.multiplier)
         if kernel is None:
-            with plain_floats():
-                products.store(self.matmul_definition(stored, x, rows, columns), out)
+            products.store(self.matmul_definition(stored, x, rows, columns), out)
         elif not kernel(x, *self.matmul_arrays(stored), out, *self.kernel_arguments(), threads):
             products.activations(x, columns)  # names the token that is not finite
         return out
@@ -175,8 +174,7 @@ class Codec(ABC):
         """
         kernel = native.kernel(self.encoder)
         if kernel is None:
-            with plain_floats():
-                return self.encode_definition(to_f32(source, dtype), out)
+            return self.encode_definition(to_f32(source, dtype), out)
         if not source.flags.aligned:  # legal in a safetensors file, but not for a kernel
             source = source.copy()
         arrays = [out[role] for role in ("codes", "scales", "biases", "row_sums") if role in out]
