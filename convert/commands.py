@@ -21,7 +21,7 @@ from pagestone.convert import report
 from pagestone.convert.plan import Plan
 from pagestone.convert.prepare import plan_for, prepare
 from pagestone.convert.publish import publication_pending
-from pagestone.formats import codecs, native
+from pagestone.formats import encodings, native
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown
 
@@ -100,7 +100,7 @@ def _leave(output: Path) -> NoReturn:
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this room to the application."""
-    for name, cls in sorted(codecs.registry().items()):
+    for name, cls in sorted(encodings.registry().items()):
         # the codec's page in one line: the module's first sentence, without its names and the reference to the spec
         first = (sys.modules[cls.__module__].__doc__ or "").splitlines()[0]
         summary = first.partition(": ")[2].partition(" (specs/")[0]
@@ -108,7 +108,7 @@ def register(app: typer.Typer) -> None:
         app.command(f"prepare-{name}", help=f"Convert to {name}: {summary}.")(command)
 
 
-def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., None]:
+def _command(name: str, options: tuple[encodings.Option, ...]) -> Callable[..., None]:
     def run(
         checkpoint: Annotated[
             Path, typer.Argument(help="Directory with config.json and .safetensors files.", parser=directory)
@@ -127,7 +127,7 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
         **chosen: int,
     ) -> None:
         begun = time.monotonic()
-        codec, span = codecs.get(name, _checked(chosen, options)), parse_layers(layers)
+        codec, span = encodings.get(name, _checked(chosen, options)), parse_layers(layers)
         plans = partial(plan_for, checkpoint, output, codec, layers=span, include_code=include_code,
                         merge_unlisted=merge_unlisted)  # fmt: skip
         if dry_run:
@@ -173,7 +173,7 @@ def _command(name: str, options: tuple[codecs.Option, ...]) -> Callable[..., Non
     return _with_options(run, options)
 
 
-def _with_options(run: Callable[..., None], options: tuple[codecs.Option, ...]) -> Callable[..., None]:
+def _with_options(run: Callable[..., None], options: tuple[encodings.Option, ...]) -> Callable[..., None]:
     """`run` with a command line option for each of the codec's, passed to it by name."""
     signature = inspect.signature(run, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -186,7 +186,7 @@ def _with_options(run: Callable[..., None], options: tuple[codecs.Option, ...]) 
     return run
 
 
-def _checked(chosen: dict[str, int], options: tuple[codecs.Option, ...]) -> dict[str, int]:
+def _checked(chosen: dict[str, int], options: tuple[encodings.Option, ...]) -> dict[str, int]:
     """The chosen values, each one of its option's choices."""
     for option in options:
         if chosen[option.name] not in option.choices:

@@ -19,8 +19,8 @@ from pagestone.convert.family import Family
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.scales import ACTIVATION_SUFFIXES, UNREAD, resolve, scale_of
 from pagestone.convert.sources import Range, ScaleSource, whole
-from pagestone.formats.codecs import Codec
 from pagestone.formats.dtypes import FLOATS, VIEWS, f32_to_bf16, item_size
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, NonFiniteError, PagestoneError, RequestError
 from pagestone.formats.quantised import KINDS, SCALE_DTYPES, Form, Quantised, scale_values
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagestone.convert.reading import LoadedMatrix
-from pagestone.formats.codecs import Codec, EncodeStats
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
+from pagestone.formats.encodings import Codec, EncodeStats
 from pagestone.formats.errors import DataError, NonFiniteError
 from pagestone.formats.layout import PARTS, RecordLayout
 

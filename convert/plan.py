@@ -22,8 +22,8 @@ from pagestone.convert.foreign import explained, refuse_foreign
 from pagestone.convert.scales import block_size, contradicted
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
-from pagestone.formats.codecs import Codec, ConfigFacts
 from pagestone.formats.dtypes import item_size
+from pagestone.formats.encodings import Codec, ConfigFacts
 from pagestone.formats.errors import LayoutError, RequestError
 from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, ExpertShape, record_layout, tensor_name

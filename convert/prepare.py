@@ -28,8 +28,8 @@ from pagestone.convert.publish import (
     was_container,
 )
 from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
-from pagestone.formats.codecs import Codec
 from pagestone.formats.digests import Hasher
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
 from pagestone.formats.layout import PARTS, layer_entries

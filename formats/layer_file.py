@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats import codecs, strict_json
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings, strict_json
 from pagestone.formats.digests import canonical_json
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, LayoutError, RequestError
 from pagestone.formats.layout import (
     PAGE,
@@ -177,7 +177,7 @@ def _described(header: Header, file: Path) -> LayerFile:
     if bias not in (None, "BF16", "F16", "F32"):
         raise fail(f"bias type BF16, F16 or F32 expected, found {brief(bias)}")
     try:
-        codec = codecs.get(text("codec"), parameters)
+        codec = encodings.get(text("codec"), parameters)
         described = LayerFile(
             codec=codec,
             block=text("block"),

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagestone.formats import codecs
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings
 from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import F32, VIEWS, Array
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PARTS, LayerLayout, Slot
@@ -398,7 +398,7 @@ def _open(root: Path) -> Container:
         raise no_container(root)
     with MachineErrors(root / MANIFEST, "reading"):
         manifest = read_manifest(root / MANIFEST)
-    codecs.get(manifest.codec, manifest.parameters)
+    encodings.get(manifest.codec, manifest.parameters)
     for name, known in manifest.files.items():
         file = root / name
         if not file.is_file():

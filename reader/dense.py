@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagestone.formats.codecs.fp8 import BLOCK
 from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import VIEWS, Array, item_size
+from pagestone.formats.encodings.fp8 import BLOCK
 from pagestone.formats.errors import DataError, NonFiniteError, RequestError
 from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.layout import align_up

@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings import Codec
 from pagestone.formats.safetensors_header import read_header
 
 TINY = Path(__file__).resolve().parent.parent / "tests" / "data" / "tiny-moe"
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     args = parser.parse_args()
     facts = machine()
-    cases = [of_codec(codecs.get(name, parameters)) for name, parameters in CASES]
+    cases = [of_codec(encodings.get(name, parameters)) for name, parameters in CASES]
     try:
         import mlx.core as mx
     except ImportError:

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import VIEWS, Array, f32_to_bf16
+from pagestone.formats.encodings import Codec
 from pagestone.formats.layout import align_up
 
 SHAPES = {"gate_up": (1024, 2048), "down": (2048, 512)}
@@ -174,7 +174,7 @@ def main() -> None:
     for name in arguments.codecs:
         for tokens in arguments.tokens:
             for threads in arguments.threads:
-                parts = [measure(codecs.get(name), s, tokens, threads, arena, arguments.calls) for s in SHAPES]
+                parts = [measure(encodings.get(name), s, tokens, threads, arena, arguments.calls) for s in SHAPES]
                 rows += [*parts, expert(parts)]
     print(", ".join(f"{key} {value}" for key, value in facts.items()), "\n")
     print(table(rows, arguments.disk_gbps))

@@ -32,7 +32,7 @@ from bench_products import machine
 from make_true_shape import make_true_shape
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs, native
+from pagestone.formats import encodings, native
 from pagestone.reader import host
 from pagestone.reader.budget import all_records, largest_record
 from pagestone.reader.container import open_container
@@ -186,7 +186,7 @@ def main() -> int:
         for codec in words.codecs.split(","):
             begun = time.monotonic()
             directory = Path(work) / codec
-            prepare(checkpoint, directory, codecs.get(codec), workers=2)
+            prepare(checkpoint, directory, encodings.get(codec), workers=2)
             found = ways(codec, directory)
             theirs = Way("bf16", TRANSFORMERS, TRANSFORMERS, host.plain_model(checkpoint))
             run([*found, theirs], prompt, turns)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, f32_to_bf16, to_f32
 from pagestone.formats.layout import PARTS, record_layout
@@ -259,7 +259,7 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
     """The container `name` below `work`; the committed experts.parquet is used where it holds the same table."""
     accepted, source, output = ACCEPT[name], work / "source" / name, work / name
     accepted.source(source)
-    prepare(source, output, codecs.get(accepted.codec, accepted.parameters), workers=1, layers=accepted.layers)
+    prepare(source, output, encodings.get(accepted.codec, accepted.parameters), workers=1, layers=accepted.layers)
     if name == "fp8-scales":
         with_f32_scales(output)
     seal(output, committed)
@@ -269,7 +269,7 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
 def with_f32_scales(root: Path) -> None:
     """Make the layer one with F32 scales that holds every code, and a block of zeros whose scale is zero."""
     layer = open_container(root).layers[0]
-    file = replace(layer.file, codec=codecs.get("fp8", {"scale_dtype": "F32"}))
+    file = replace(layer.file, codec=encodings.get("fp8", {"scale_dtype": "F32"}))
     layout = file.layout()
     record = bytearray(layout.stride)
     codes = [c for c in range(256) if c & 127 != 127]

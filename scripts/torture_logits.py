@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.reader import host
 from pagestone.reader.budget import all_records
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
@@ -70,7 +70,7 @@ def runs(container: Container, threads: list[int], seeds: int) -> list[tuple[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=TINY)
-    parser.add_argument("--codecs", default=",".join(sorted(codecs.registry())))
+    parser.add_argument("--codecs", default=",".join(sorted(encodings.registry())))
     parser.add_argument("--experts", choices=host.EXPERTS, default=host.NATIVE)
     parser.add_argument("--lengths", default="1,2,17,64,129,300")
     parser.add_argument("--threads", default="1,2,4")
@@ -84,7 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=words.work) as work:
         for codec in words.codecs.split(","):
             path = Path(work) / codec
-            prepare(words.checkpoint, path, codecs.get(codec), workers=2)
+            prepare(words.checkpoint, path, encodings.get(codec), workers=2)
             container = open_container(path)
             resident = resident_model(container, None, experts=words.experts)
             source = random.Random(7)

@@ -21,10 +21,10 @@ from kits.checkpoints import T_BLOCK, T_ORDER, sparse_model
 from kits.cli import done, pagestone, refused
 
 import pagestone as package
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.validate import commands as validate_commands
 
-COMMANDS = (*(f"prepare-{name}" for name in codecs.registry()), "inspect", "verify")
+COMMANDS = (*(f"prepare-{name}" for name in encodings.registry()), "inspect", "verify")
 
 
 @pytest.fixture(scope="module")

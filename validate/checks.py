@@ -19,10 +19,10 @@ from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
 from pagestone.convert.machine import named
 from pagestone.convert.plan import config_facts, config_with, stated_config
-from pagestone.formats import codecs, strict_json
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings, strict_json
 from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
@@ -390,4 +390,4 @@ def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
 
 def codec_of(manifest: Manifest) -> Codec:
     """The codec a manifest states; `RequestError` if this version does not know it."""
-    return codecs.get(manifest.codec, manifest.parameters)
+    return encodings.get(manifest.codec, manifest.parameters)

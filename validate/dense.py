@@ -15,7 +15,7 @@ from pagestone.convert.dense import COPY, SCALE_USED, DenseRules, pieces
 from pagestone.convert.family import Family
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.scales import block_size
-from pagestone.formats.codecs import Codec, ConfigFacts
+from pagestone.formats.encodings import Codec, ConfigFacts
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import read_header

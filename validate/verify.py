@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
-from pagestone.formats.codecs import Codec
 from pagestone.formats.dtypes import Array
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, no_container, read_manifest

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from pagestone.convert import commands
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
 
@@ -44,17 +44,17 @@ def test_a_group_size_that_is_not_offered_is_refused(tmp_path):
 
 
 def test_codecs_offer_only_their_own_options(tmp_path):
-    for name, cls in codecs.registry().items():
+    for name, cls in encodings.registry().items():
         done = run(f"prepare-{name}", str(TINY), "-o", str(tmp_path / name), "--dry-run", "--group-size", "32")
         assert (done.exit_code == 0) == bool(cls.options), name
 
 
 def test_every_option_is_a_parameter_whose_default_comes_first():
-    for name, cls in codecs.registry().items():
+    for name, cls in encodings.registry().items():
         for option in cls.options:
-            assert codecs.get(name).parameters[option.name] == option.choices[0]
+            assert encodings.get(name).parameters[option.name] == option.choices[0]
             for choice in option.choices:
-                assert codecs.get(name, {option.name: choice}).parameters[option.name] == choice
+                assert encodings.get(name, {option.name: choice}).parameters[option.name] == choice
 
 
 def test_bf16_of_bfloat16_is_lossless_and_states_no_quantisation(tmp_path):

@@ -19,7 +19,7 @@ from pagestone.convert import families
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import DECODED, make_plan
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.validate.verify import verify
 
@@ -43,7 +43,7 @@ def in_codes(tensors: dict[str, Raw]) -> dict[str, Raw]:
 
 
 def plan_of(root: Path, codec: str = "fp8") -> Any:
-    return make_plan(open_checkpoint(root), codecs.get(codec))
+    return make_plan(open_checkpoint(root), encodings.get(codec))
 
 
 # -- which codes stay ------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_codes_stay_by_their_role(tmp_path: Path) -> None:
     """In an fp8 container q, k, v and o keep their codes; what others take for numbers is decoded, whatever its form,
     and its modules may not be converted."""
     source = SPEC.having(change=in_codes).write(tmp_path / "s")
-    prepare(source, tmp_path / "o", codecs.get("fp8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
     dense = read_tensors(tmp_path / "o", "dense-*.safetensors")
     stated = json.loads((tmp_path / "o" / "config.json").read_bytes())["quantization_config"]
     for module in NUMBERS:
@@ -95,7 +95,7 @@ def test_as_a_machine_with_a_gpu_loads_it(
     source = SPEC.having(change=change).write(tmp_path / "s")
     table = json.loads((source / "config.json").read_bytes()) | extra
     (source / "config.json").write_text(json.dumps(table))
-    prepare(source, tmp_path / "o", codecs.get("fp8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "o", dtype=torch.bfloat16)
     state = model.state_dict()
@@ -193,7 +193,7 @@ def test_codes_that_stay_are_sound(tmp_path: Path, what: str) -> None:
     dtype, change, words, row, column = UNSOUND[what]
     source = Fp8Spec(scale_dtype=dtype, change=change).write(tmp_path / "s")
     with pytest.raises(DataError, match="E0702") as caught:
-        prepare(source, tmp_path / "o", codecs.get("fp8"), workers=1)
+        prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
     assert caught.value.tensor == f"{Q}.weight" and words in caught.value.message
     assert row is None or f"row {row}, column {column}" in caught.value.message
     assert not (tmp_path / "o" / "manifest.json").exists()
@@ -209,7 +209,7 @@ def test_a_zero_scale_over_zeros_stays(tmp_path: Path) -> None:
 
     spec = Fp8Spec(scale_dtype="F32", change=change)
     source = spec.write(tmp_path / "s")
-    prepare(source, tmp_path / "o", codecs.get("fp8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
     assert read_tensors(tmp_path / "o", "dense-*")[f"{Q}.weight"] == read_tensors(source)[f"{Q}.weight"]
     assert not verify(tmp_path / "o", source=source).findings
 
@@ -222,7 +222,7 @@ def test_an_empty_matrix_of_codes(tmp_path: Path, shape: tuple[int, int], codec:
     empty: dict[str, Raw] = {f"{Q}.weight": ("F8_E4M3", shape, b""),
                              SCALE: ("F32", grid, np.ones(grid, "<f4").tobytes())}  # fmt: skip
     source = Fp8Spec(change=lambda t: t | empty).write(tmp_path / "s")
-    prepare(source, tmp_path / "o", codecs.get(codec), workers=1)
+    prepare(source, tmp_path / "o", encodings.get(codec), workers=1)
     dtype = "F8_E4M3" if codec == "fp8" else "BF16"
     assert read_tensors(tmp_path / "o", "dense-*")[f"{Q}.weight"] == (dtype, shape, b"")
     assert not verify(tmp_path / "o", source=source).findings
@@ -292,7 +292,7 @@ def test_what_has_one_meaning_is_copied(tmp_path: Path) -> None:
              "a.weight": raw("F64", 8, 8), "b.weight": raw("F32", 2, 2, 2), "b.scale": one(), "c.bias": raw("BF16", 2),
              "d.weight_scales": one(8)}  # fmt: skip
     source = SPEC.having(change=lambda t: t | added).write(tmp_path / "s")
-    prepare(source, tmp_path / "o", codecs.get("fp8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
     dense = read_tensors(tmp_path / "o", "dense-*.safetensors")
     assert {n: dense[n] for n in added} == added
     assert not verify(tmp_path / "o", source=source).findings
@@ -301,7 +301,7 @@ def test_what_has_one_meaning_is_copied(tmp_path: Path) -> None:
 def test_int8_zero_points_beside_their_codes_are_read(tmp_path: Path) -> None:
     """The sibling of the refusals above: what is complete is decoded, names in any order."""
     spec = Int8Spec(zero_points=True, change=lambda t: dict(sorted(t.items(), reverse=True)))
-    prepare(spec.write(tmp_path / "s"), tmp_path / "o", codecs.get("int8"), workers=1)
+    prepare(spec.write(tmp_path / "s"), tmp_path / "o", encodings.get("int8"), workers=1)
     dense = read_tensors(tmp_path / "o", "dense-*.safetensors")
     assert not [n for n in dense if "zero" in n or "scale" in n] and f"{Q}.weight" in dense
     assert f"{EXPERTS}.0.up_proj.weight" not in dense

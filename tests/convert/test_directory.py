@@ -25,7 +25,7 @@ from kits.checkpoints import (
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import make_plan
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader.commands import _text, describe
 from pagestone.reader.container import open_container
@@ -141,7 +141,7 @@ def test_zeros(tmp_path, codec, fused):
     """Matrices of zeros convert, and whoever looks is told how many there are: an error of 0 is no good news."""
     spec = T_ORDER.having(layers=1, experts=3, mtp=False, fused=fused, hidden=64, intermediate=64)
     source = spec.write(tmp_path / "s")
-    good = prepare(source, tmp_path / "good", codecs.get(codec), workers=1)
+    good = prepare(source, tmp_path / "good", encodings.get(codec), workers=1)
     assert good.warnings == () and not verify(tmp_path / "good").findings
     assert "all zero" not in _text(describe(open_container(tmp_path / "good")))
     tensors = spec.tensors()
@@ -160,7 +160,7 @@ def test_zeros(tmp_path, codec, fused):
     for name in dense:
         tensors[name] = replace(tensors[name], data=bytes(len(tensors[name].data)))
     source = write_checkpoint(tmp_path / "z", tensors, spec.config())
-    outcome = prepare(source, tmp_path / "o", codecs.get(codec), workers=2)
+    outcome = prepare(source, tmp_path / "o", encodings.get(codec), workers=2)
     assert outcome.warnings == (
         f"4 of 9 expert matrices are all zero, first up of {prefix}.1: is the source whole?",
         f"2 dense matrices are all zero, 1 of them routers, first {ROUTER}: is the source whole?",
@@ -177,7 +177,7 @@ def test_zeros(tmp_path, codec, fused):
 def test_half_a_shard_of_zeros(tmp_path):
     """A download that reserved its space: no layer of nothing but zeros looks perfect."""
     source = sparse_model(tmp_path / "s", layers=1, hidden=32, intermediate=32, experts=2)
-    outcome = prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    outcome = prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     assert [w.split(",")[0] for w in outcome.warnings] == ["6 of 6 expert matrices are all zero",
                                                            "1 dense matrices are all zero"]  # fmt: skip
     table = describe(open_container(tmp_path / "o"))
@@ -235,7 +235,7 @@ def test_stale_statements(tmp_path, name):
 def test_stale_statements_are_not_in_the_container(tmp_path):
     """Not in its files, and `verify --source` agrees."""
     source = SPEC.write(tmp_path / "s", side_files={**SIDE_FILES, "hf_quant_config.json": b"{}"})
-    prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     assert not (tmp_path / "o" / "hf_quant_config.json").exists()
     assert not verify(tmp_path / "o", source=source).findings
 
@@ -315,7 +315,7 @@ def test_modes_are_not_wider_than_the_source(tmp_path):
         (source / name).chmod(mode)
     before = os.umask(0o022)
     try:
-        prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+        prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     finally:
         os.umask(before)
     for name, mode in modes.items():
@@ -333,7 +333,7 @@ def test_twins_of_our_names(tmp_path, name):
     root = SPEC.write(tmp_path / "s")
     (root / name).write_text("x")
     with pytest.raises(RequestError, match="E0604") as caught:
-        make_plan(open_checkpoint(root), codecs.get("int8"))
+        make_plan(open_checkpoint(root), encodings.get("int8"))
     assert caught.value.file == str(root / name) and "case or accents" in caught.value.message
 
 
@@ -341,10 +341,10 @@ def test_twins_of_our_names(tmp_path, name):
 def test_twins_among_side_files(tmp_path, one, two):
     """Both go over here, and the plan says that not every file system can hold both."""
     root = SPEC.write(tmp_path / "s", side_files={one: b"1", two: b"2"})
-    plan = make_plan(open_checkpoint(root), codecs.get("int8"))
+    plan = make_plan(open_checkpoint(root), encodings.get("int8"))
     assert {one, two} <= set(plan.files) and any(one in w and two in w for w in plan.warnings)
     (root / two).unlink()
-    assert not make_plan(open_checkpoint(root), codecs.get("int8")).warnings
+    assert not make_plan(open_checkpoint(root), encodings.get("int8")).warnings
 
 
 @pytest.mark.parametrize("name", ["a\u009b31m.txt", "a\u202etxt.json", "a\x7f.txt", "a\u2028b.txt", "a\u200b.txt"])

@@ -18,13 +18,13 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import CONVERTED, COPIED, UNKNOWN, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.convert.report import plan_table
-from pagestone.formats import codecs
-from pagestone.formats.codecs import Codec
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import VIEWS, bf16_to_f32
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
 
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 Make = Callable[[str, str], Built]
 
 
@@ -37,7 +37,7 @@ def make(oracle: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathF
 
 
 def plan_of(root: Path, codec: str = "int8") -> Any:
-    return make_plan(open_checkpoint(root), codecs.get(codec))
+    return make_plan(open_checkpoint(root), encodings.get(codec))
 
 
 def stored_matrix(tensors: dict[str, Any], codec: Codec, name: str, rows: int, columns: int) -> dict[str, np.ndarray]:
@@ -58,7 +58,7 @@ def stored_matrix(tensors: dict[str, Any], codec: Codec, name: str, rows: int, c
 def test_container_holds_the_model(make: Make, tmp_path: Path, name: str, size: str, codec_name: str) -> None:
     """Each expert's stored arrays are the codec's definition of the model's own parameters, bit for bit; everything
     else is byte for byte what transformers saved; nothing is unknown, nothing is left over."""
-    source, codec, out = make(name, size), codecs.get(codec_name), tmp_path / "out"
+    source, codec, out = make(name, size), encodings.get(codec_name), tmp_path / "out"
     model = source.model
     outcome = prepare(source.root, out, codec, workers=2)
     assert outcome.warnings == () and outcome.notes == {}
@@ -121,7 +121,7 @@ def test_parts_do_what_the_model_does(make: Make, tmp_path: Path, name: str) -> 
     import torch
 
     source = make(name, "wide")
-    prepare(source.root, tmp_path / "out", codecs.get("bf16"), workers=1)
+    prepare(source.root, tmp_path / "out", encodings.get("bf16"), workers=1)
     layer = max(n for block, n in source.matrices if block == "layers")
     tensors = read_tensors(tmp_path / "out", f"layers-{layer:02d}.safetensors")
     module = source.module.float()
@@ -203,7 +203,7 @@ def test_fused_is_the_same_container(make: Make, tmp_path: Path, name: str) -> N
     fused = rewritten(source, tmp_path / "fused", fuse(read_tensors(source.root)))
     assert plan_table(plan_of(fused), tmp_path)["layers"][0]["layout"] == "fused"
     for root, out in ((source.root, "a"), (fused, "b")):
-        prepare(root, tmp_path / out, codecs.get("bf16"), workers=1)
+        prepare(root, tmp_path / out, encodings.get("bf16"), workers=1)
     assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
 
 
@@ -220,7 +220,7 @@ def test_qwen3_vl_moe_both_ways(make: Make, tmp_path: Path, size: str) -> None:
     released = rewritten(source, tmp_path / "released", tensors)
     assert all(t["transposed"] for t in plan_table(plan_of(released), tmp_path)["layers"])
     for root, out in ((source.root, "a"), (released, "b")):
-        prepare(root, tmp_path / out, codecs.get("int8"), workers=1)
+        prepare(root, tmp_path / out, encodings.get("int8"), workers=1)
     assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
 
 
@@ -234,7 +234,7 @@ def test_per_expert_qwen3_vl_moe(make: Make, tmp_path: Path) -> None:
             tensors[name] = ("BF16", bits.shape, bits.tobytes())
     split = rewritten(source, tmp_path / "split", tensors)
     for root, out in ((source.root, "a"), (split, "b")):
-        prepare(root, tmp_path / out, codecs.get("bf16"), workers=1)
+        prepare(root, tmp_path / out, encodings.get("bf16"), workers=1)
     assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
     assert "quant_method" not in json.loads((tmp_path / "b" / "config.json").read_bytes())["quantization_config"]
 
@@ -453,5 +453,5 @@ def test_biases_belong_together(make: Make, tmp_path: Path) -> None:
     data[2 * (2 * 128 + 5) : 2 * (2 * 128 + 5) + 2] = b"\xc0\x7f"
     broken = rewritten(source, tmp_path / "4", tensors | {name: (*tensors[name][:2], bytes(data))})
     with pytest.raises(DataError, match="E0702") as caught:
-        prepare(broken, tmp_path / "out", codecs.get("int8"), workers=1)
+        prepare(broken, tmp_path / "out", encodings.get("int8"), workers=1)
     assert caught.value.tensor == name and "row 5" in caught.value.message and "expert 2" in caught.value.message

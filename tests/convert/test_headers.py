@@ -15,9 +15,9 @@ from pagestone.convert import prepare as preparing
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import Plan, make_plan
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs, safetensors_header
-from pagestone.formats.codecs.bf16 import Bf16
-from pagestone.formats.codecs.int8 import Int8
+from pagestone.formats import encodings, safetensors_header
+from pagestone.formats.encodings.bf16 import Bf16
+from pagestone.formats.encodings.int8 import Int8
 from pagestone.formats.errors import LayoutError
 from pagestone.formats.layer_file import LayerFile
 from pagestone.formats.layout import PAGE, ExpertShape, MatrixTensor
@@ -35,7 +35,7 @@ def many_names() -> Tensors:
 
 
 def plan_of(root: Path, **how: int) -> Plan:
-    return make_plan(open_checkpoint(root), codecs.get("int8"), **how)
+    return make_plan(open_checkpoint(root), encodings.get("int8"), **how)
 
 
 def test_dense_shards_are_split_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_dense_shards_are_split_by_their_headers(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(safetensors_header, "MAX_HEADER", LIMIT)  # what reading refuses
     for room in (preparing, comparing):
         monkeypatch.setattr(room, "make_plan", partial(make_plan, header_limit=LIMIT))
-    prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     shards = sorted((tmp_path / "o").glob("dense-*.safetensors"))
     heads = [shard.read_bytes().index(b"}}  ") for shard in shards]
     assert len(shards) > 3 and max(heads) < LIMIT and min(heads[:-1]) > LIMIT * 3 // 5  # full, but for the last
@@ -95,7 +95,7 @@ def test_the_limit_is_that_of_readers() -> None:
     assert len(build_header(entries, {}, 8, length)) == 8 + length
     with pytest.raises(LayoutError, match="E0610"):
         build_header(entries, {}, 8, length - 1)
-    file = LayerFile(codecs.get("int8"), "layers", 0, "p", ExpertShape(8, 8), 1)
+    file = LayerFile(encodings.get("int8"), "layers", 0, "p", ExpertShape(8, 8), 1)
     with pytest.raises(LayoutError, match="E0610"):
         file.sidecar_head(len(file.sidecar_head()) - 9)
 
@@ -133,7 +133,7 @@ class OddSidecar(Int8):
      OddSidecar(rows_with=SPEC.hidden)],
     ids=str,
 )  # fmt: skip
-def test_a_codec_whose_tensors_have_no_room(tmp_path: Path, codec: codecs.Codec) -> None:
+def test_a_codec_whose_tensors_have_no_room(tmp_path: Path, codec: encodings.Codec) -> None:
     """A role that no record or sidecar holds, two tensors of one role, or none of codes: refused at the plan."""
     checkpoint = open_checkpoint(SPEC.write(tmp_path / "s"))
     with pytest.raises(LayoutError, match="E0611") as caught:

@@ -21,9 +21,9 @@ STUCK = """
 import sys, time
 import numpy as np
 from pagestone.convert import pipeline
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 encode, calls = pipeline.encode_expert, []
-codec, big = codecs.get("int8"), np.zeros((1024, 2048), "<u2")
+codec, big = encodings.get("int8"), np.zeros((1024, 2048), "<u2")
 out = codec.allocate(*big.shape)
 
 def stuck(*words):

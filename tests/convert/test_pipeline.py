@@ -21,9 +21,9 @@ from pagestone.convert.encode import EncodedExpert
 from pagestone.convert.prepare import Outcome, plan_for, prepare
 from pagestone.convert.publish import open_work
 from pagestone.convert.reading import SourceFiles, page_buffer
-from pagestone.formats import codecs
-from pagestone.formats.codecs import EncodeStats
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
+from pagestone.formats.encodings import EncodeStats
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import read_experts, read_manifest
@@ -35,7 +35,7 @@ def open_files() -> int:
 
 
 CODECS = ("int8", "fp8")
-EVERY_CODEC = sorted(codecs.registry())
+EVERY_CODEC = sorted(encodings.registry())
 """For tests at shapes that every codec can hold."""
 SCALE = {"int8": "weight_scale", "fp8": "weight_scale_inv"}
 TYPES = {"int8": ("I8", "F32"), "fp8": ("F8_E4M3", "BF16")}
@@ -51,7 +51,7 @@ MODELS = {
 
 
 def run(source: Path, output: Path, codec: str, workers: int = 3, **how) -> Outcome:
-    return prepare(source, output, codecs.get(codec), workers=workers, **how)
+    return prepare(source, output, encodings.get(codec), workers=workers, **how)
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
@@ -98,7 +98,7 @@ def test_expert_parts_landed_right(tmp_path, codec):
     """Decoded by hand, each matrix in the container tells the layer, part, expert and row it was planned for."""
     spec = T_ORDER
     run(spec.write(tmp_path / "s"), tmp_path / "o", codec)
-    maker = codecs.get(codec)
+    maker = encodings.get(codec)
     for position, (block, number, layer) in enumerate(spec.blocks()):
         table, start = read_table(tmp_path / "o" / f"{block}-{number:02d}.safetensors")
         raw = (tmp_path / "o" / f"{block}-{number:02d}.safetensors").read_bytes()
@@ -282,7 +282,7 @@ def test_experts_table_tells_the_truth(tiny, tmp_path):
         scales = np.frombuffer(raw[t["file"]], "<u2", offset=t["scales_offset"], count=t["scales_bytes"] // 2)
         grid = [-(-s // 128) for s in weight.shape]
         stored = {"codes": codes.reshape(weight.shape), "scales": scales.reshape(grid)}
-        decoded = codecs.get("fp8").decode(stored, *weight.shape)
+        decoded = encodings.get("fp8").decode(stored, *weight.shape)
         exact = weight.astype(np.float64)
         assert t["squared_error"] == pytest.approx(((exact - decoded) ** 2).sum(), rel=1e-12)
         assert t["squared_norm"] == pytest.approx((exact**2).sum(), rel=1e-12)
@@ -323,7 +323,7 @@ def test_progress_adds_up(tiny, tmp_path):
 @pytest.mark.parametrize("what", ["dense", "side file"])
 def test_copying_stops(tiny, tmp_path, what):
     """A worker that copies something long stops when another has failed, and does not call its file finished."""
-    plan = plan_for(tiny, tmp_path / "o", codecs.get("int8"), layers=None, include_code=False)
+    plan = plan_for(tiny, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
     with open_work(tmp_path / "o") as work:
         work.begin({}, {}, force=False)
         files, seen = SourceFiles(plan.checkpoint.path), []
@@ -349,7 +349,7 @@ def test_copying_stops(tiny, tmp_path, what):
 
 def test_adding_experts_takes_turns(tiny, tmp_path):
     """Workers that add experts of one layer at once are counted one after another: no note and no expert is lost."""
-    plan = plan_for(tiny, tmp_path / "o", codecs.get("bf16"), layers=None, include_code=False)
+    plan = plan_for(tiny, tmp_path / "o", encodings.get("bf16"), layers=None, include_code=False)
     target = plan.layers[0]
     inside, alone = threading.Lock(), []
 

@@ -19,7 +19,7 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.commands import parse_layers
 from pagestone.convert.plan import check_paths, make_plan, natural
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
 
@@ -44,7 +44,7 @@ def published(tmp_path_factory) -> Path:
 
 
 def plan_of(root: Path, codec: str = "int8", **how):
-    return make_plan(open_checkpoint(root), codecs.get(codec), **how)
+    return make_plan(open_checkpoint(root), encodings.get(codec), **how)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,7 +59,7 @@ def test_every_tensor_exactly_once(tmp_path, codec, layout):
     counts = Counter(d.fate for d in plan.dispositions)
     assert counts == {"converted": experts, "copied": len(spec.tensors()) - experts}
     output = tmp_path / "o"
-    prepare(source, output, codecs.get(codec), workers=2)
+    prepare(source, output, encodings.get(codec), workers=2)
     written = {p.name: p.stat().st_size for p in output.iterdir()}
     made = written.pop("manifest.json") + written.pop("experts.parquet")
     assert written == plan.files
@@ -179,7 +179,7 @@ def test_source_files_named_like_ours(tmp_path, name):
 
 def test_container_is_no_source(tmp_path):
     """Codes are not encoded again."""
-    prepare(T_BLOCK.write(tmp_path / "s"), tmp_path / "o", codecs.get("int8"), workers=1)
+    prepare(T_BLOCK.write(tmp_path / "s"), tmp_path / "o", encodings.get("int8"), workers=1)
     with pytest.raises(RequestError, match="E0411"):
         open_checkpoint(tmp_path / "o")
 
@@ -223,7 +223,7 @@ def test_announced_mtp(tmp_path, family, stated, there):
         with pytest.raises(DataError, match="E0505"):
             plan_of(source)
         return
-    prepare(source, tmp_path / "o", codecs.get("int8"), workers=1)
+    prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     made = json.loads((tmp_path / "o" / "config.json").read_bytes())
     assert made.get("text_config", made)["mtp_num_hidden_layers"] == int(there)
     told = [w for w in plan_of(source).warnings if f"mtp_num_hidden_layers {stated}" in w]

@@ -23,7 +23,7 @@ from pagestone.convert import prepare as preparing
 from pagestone.convert import publish as publishing
 from pagestone.convert.prepare import prepare
 from pagestone.convert.publish import JOURNAL, LOCK, PARTIAL, open_work
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import read_manifest
 from pagestone.reader.container import open_container
@@ -405,7 +405,7 @@ def test_crash_at_every_step_of_publication(tmp_path, over):
                     with pytest.raises(RequestError, match="E0810") as caught:
                         opened(output)
                     assert "same prepare command" in caught.value.remedy
-            outcome = prepare(tmp_path / "gone", output, codecs.get("fp8"), workers=1)
+            outcome = prepare(tmp_path / "gone", output, encodings.get("fp8"), workers=1)
             assert outcome.state == "finished publishing"
         assert contents(output) == new and not (output / PARTIAL).exists(), step
     assert finished > 8

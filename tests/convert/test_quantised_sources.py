@@ -31,23 +31,23 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.plan import DECODED, EXCLUDED, Plan, make_plan
 from pagestone.convert.prepare import Outcome, prepare
 from pagestone.convert.report import outcome_text, plan_table, plan_text
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import E4M3_VALUES, VIEWS
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.validate.verify import verify
 
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 Spec = Fp8Spec | Int8Spec
 
 
 def plan_of(root: Path, codec: str) -> Plan:
-    return make_plan(open_checkpoint(root), codecs.get(codec))
+    return make_plan(open_checkpoint(root), encodings.get(codec))
 
 
 def convert(spec: Spec, where: Path, codec: str, expected: tuple[str, ...] = ()) -> Outcome:
     """Write the source, convert it to `where`/out, and check that `verify --source` agrees, but for `expected`."""
     source = spec.write(where / "source")
-    outcome = prepare(source, where / "out", codecs.get(codec), workers=2)
+    outcome = prepare(source, where / "out", encodings.get(codec), workers=2)
     report = verify(where / "out", source=source)
     assert tuple(f.code for f in report.findings) == expected, [f.text() for f in report.findings]
     return outcome
@@ -62,7 +62,7 @@ def stored(out: Path, expert: int, part: str, suffix: str) -> tuple[str, np.ndar
 def assert_defined(spec: Spec, out: Path, codec_name: str, values: Callable[[int, str], np.ndarray]) -> None:
     """Every stored array is what the definition makes of these values."""
     parameters = json.loads((out / "manifest.json").read_bytes())["codec"]["parameters"]
-    codec = codecs.get(codec_name, parameters)
+    codec = encodings.get(codec_name, parameters)
     for expert in range(spec.experts):
         for part in PARTS:
             rows, columns = spec.shape(part)
@@ -167,7 +167,7 @@ def test_fused_blocks(tmp_path: Path, size: str, dtype: str) -> None:
             kind, scales = stored(tmp_path / "out", expert, part, "weight_scale_inv")
             assert kind == ("BF16" if dtype == "BF16" else "F32")
             if part == "up" and straddles:
-                codec = codecs.get("fp8", {"scale_dtype": kind, "block": 128})
+                codec = encodings.get("fp8", {"scale_dtype": kind, "block": 128})
                 want = codec.allocate(rows, columns)
                 codec.encode_definition(matrix.values, want)
                 assert np.array_equal(codes, want["codes"]) and np.array_equal(scales, want["scales"])
@@ -184,7 +184,7 @@ def test_fused_with_other_scales(tmp_path: Path, scales: str) -> None:
     spec = ODD.having(fused=True, scales=scales, scale_dtype="F32", scale_name="weight_scale", dense=False)
     outcome = convert(spec, tmp_path, "fp8")
     assert outcome.notes == ({"passed through": 6} if "tensor" in scales else {"requantised": 6})
-    outcome = prepare(tmp_path / "source", tmp_path / "int8", codecs.get("int8"), workers=1)
+    outcome = prepare(tmp_path / "source", tmp_path / "int8", encodings.get("int8"), workers=1)
     assert_defined(spec, tmp_path / "int8", "int8", lambda e, p: spec.matrix(e, p).values)
 
 
@@ -218,7 +218,7 @@ def test_fp8_and_bf16_in_one_layer(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "source", "fp8")
     assert rules(plan, "experts.0.up_proj.weight") == {"qwen3_moe: routed expert, encoded"}
     assert plan.source_facts["expert_dtypes"] == ["BF16", "F8_E4M3"]
-    prepare(tmp_path / "source", tmp_path / "bf16", codecs.get("bf16"), workers=1)
+    prepare(tmp_path / "source", tmp_path / "bf16", encodings.get("bf16"), workers=1)
     assert np.array_equal(stored(tmp_path / "bf16", 0, "up", "weight")[1], bits)
 
 
@@ -249,7 +249,7 @@ def test_block_size_is_what_the_config_says(tmp_path: Path, block: tuple[int, in
     assert {spec.grid_of(300, 256)[0]} == {(3, 2)}
     outcome = convert(spec, tmp_path, "int8")
     assert_defined(spec, tmp_path / "out", "int8", lambda e, p: spec.matrix(e, p).values)
-    outcome = prepare(tmp_path / "source", tmp_path / "fp8", codecs.get("fp8"), workers=1)
+    outcome = prepare(tmp_path / "source", tmp_path / "fp8", encodings.get("fp8"), workers=1)
     assert outcome.notes == ({"passed through": 6} if block == (128, 128) else {"requantised": 6})
     if block != (128, 128):
         rule = "qwen3_moe: routed expert, requantised (fp8, blocks of 100x128: not blocks of 128x128)"
@@ -416,7 +416,7 @@ def test_numbers_no_container_may_hold(tmp_path: Path, what: str, codec: str) ->
         block = np.abs(e4m3(bits[128:, 128:256])) > (0 if "zero" in words else np.finfo(np.float32).max / scale)
         row, column = (128 + int(i) for i in np.argwhere(block)[0])
     with pytest.raises(DataError, match="E0702") as caught:
-        prepare(source, tmp_path / "out", codecs.get(codec), workers=1)
+        prepare(source, tmp_path / "out", encodings.get(codec), workers=1)
     error = caught.value
     assert error.tensor == f"{UP}.weight" and str(source / "model.safetensors") == error.file
     assert words in error.message and f"up at row {row}, column {column} " in error.message, error.message
@@ -458,7 +458,7 @@ def test_every_e8m0_scale(tmp_path: Path, dtype: str) -> None:
         return tensors | {f"{up}.weight": ("F8_E4M3", code.shape, code.tobytes()), f"{up}.weight_scale_inv": scale}
 
     source = spec.having(change=change).write(tmp_path / "s")
-    prepare(source, tmp_path / "out", codecs.get("fp8"), workers=1)
+    prepare(source, tmp_path / "out", encodings.get("fp8"), workers=1)
     scales = stored(tmp_path / "out", 0, "up", "weight_scale_inv")[1].reshape(-1)
     assert np.array_equal(scales, (2.0 ** (byte.astype(np.float64) - 127)).astype(np.float32)) and scales[0] > 0
 
@@ -561,7 +561,7 @@ def test_non_finite_dense_values(tmp_path: Path) -> None:
     bad = edited(f"{Q}.weight", put((570, 319), 0x7F))
     source = EDGE.having(change=bad).write(tmp_path / "s")
     with pytest.raises(DataError, match="E0702") as caught:
-        prepare(source, tmp_path / "out", codecs.get("int8"), workers=1)
+        prepare(source, tmp_path / "out", encodings.get("int8"), workers=1)
     assert caught.value.tensor == f"{Q}.weight" and "row 570, column 319" in caught.value.message
 
 
@@ -581,7 +581,7 @@ def test_progress_adds_up(tmp_path: Path, codec: str) -> None:
         source = spec.write(tmp_path / f"s{number}")
         counted: list[int] = []
         plan = plan_of(source, codec)
-        prepare(source, tmp_path / f"o{number}", codecs.get(codec), workers=2, progress=counted.append)
+        prepare(source, tmp_path / f"o{number}", encodings.get(codec), workers=2, progress=counted.append)
         assert sum(counted) == plan.bytes_in
 
 
@@ -589,7 +589,9 @@ def test_progress_adds_up(tmp_path: Path, codec: str) -> None:
 def test_workers_do_not_matter(tmp_path: Path, workers: int) -> None:
     """The same container id with any number of workers, from quantised sources too."""
     source = ODD.having(fused=True).write(tmp_path / "s")
-    ids = {prepare(source, tmp_path / f"{n}", codecs.get("fp8"), workers=n).manifest.container_id for n in (3, workers)}
+    ids = {
+        prepare(source, tmp_path / f"{n}", encodings.get("fp8"), workers=n).manifest.container_id for n in (3, workers)
+    }
     assert len(ids) == 1
 
 
@@ -717,9 +719,9 @@ def test_made_by_compressed_tensors(
             tensors[f"{name}_scale"] = "F32", (shape[0], 1), scale.float().numpy().tobytes()
             theirs[name] = dequantize(codes, scale.float(), args=args, dtype=torch.float32).numpy()
     root = write(tmp_path / "s", tensors, json.loads((source.root / "config.json").read_bytes()))
-    outcome = prepare(root, tmp_path / "out", codecs.get("int8"), workers=1)
+    outcome = prepare(root, tmp_path / "out", encodings.get("int8"), workers=1)
     assert outcome.notes == {"passed through": 3, "requantised": 6}
-    out, codec = read_tensors(tmp_path / "out"), codecs.get("int8")
+    out, codec = read_tensors(tmp_path / "out"), encodings.get("int8")
     for name, values in theirs.items():
         if not is_expert(name):
             assert out[name][2] == rounded_to_bf16(values).tobytes()
@@ -737,7 +739,7 @@ def fp8_release(root: Path, factory: pytest.TempPathFactory) -> tuple[Path, dict
     """A model transformers built, its matrices in FP8 with BF16 block scales, as releases are."""
     known = MODELS["qwen3_moe"]
     wide = replace(known, extra=dict(known.extra) | {"head_dim": 64, "intermediate_size": 256})  # 128 divides all
-    source, codec = build(wide, FAMILY_SIZES["square"], factory.mktemp("fp8") / "source"), codecs.get("fp8")
+    source, codec = build(wide, FAMILY_SIZES["square"], factory.mktemp("fp8") / "source"), encodings.get("fp8")
     tensors: dict[str, Raw] = {}
     for name, (dtype, shape, data) in read_tensors(source.root).items():
         tensors[name] = dtype, shape, data
@@ -768,7 +770,7 @@ def test_as_transformers_reads_the_source(
     assert sum(t[0] == "F8_E4M3" for t in tensors.values()) > 9
     load = getattr(transformers, MODELS["qwen3_moe"].classes[0]).from_pretrained
     theirs = load(root, dtype=torch.bfloat16).state_dict()
-    outcome = prepare(root, tmp_path / "out", codecs.get(codec), workers=1)
+    outcome = prepare(root, tmp_path / "out", encodings.get(codec), workers=1)
     assert outcome.manifest.lossless is (codec == "fp8")
     if codec != "int8":
         ours = load(tmp_path / "out", dtype=torch.bfloat16).state_dict()

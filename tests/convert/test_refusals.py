@@ -18,7 +18,7 @@ from kits.containers import contents
 
 from pagestone.convert import prepare as preparing
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import MachineError
 from pagestone.validate.verify import verify
 
@@ -212,11 +212,11 @@ def test_disk_fills_up_meanwhile(tmp_path, mounted, monkeypatch):
     monkeypatch.setattr(preparing, "preflight", lambda plan, work: None)
     (place / "ballast").write_bytes(bytes(9 << 20))
     with pytest.raises(MachineError, match="No space left") as caught:
-        prepare(source, place / "o", codecs.get("int8"), workers=2)
+        prepare(source, place / "o", encodings.get("int8"), workers=2)
     assert caught.value.exit_code == 3 and str(place) in str(caught.value) and "free space" in str(caught.value)
     assert not (place / "o" / "manifest.json").exists()
     (place / "ballast").unlink()
-    prepare(source, place / "o", codecs.get("int8"), workers=2)
+    prepare(source, place / "o", encodings.get("int8"), workers=2)
     assert verify(place / "o", source=source).exit_code == 0
 
 
@@ -227,13 +227,13 @@ def test_old_container_survives_a_full_disk(tmp_path, mounted, monkeypatch):
     source = sparse_model(tmp_path / "s", layers=1, hidden=512, intermediate=512, experts=10)
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "SPARE", 0)
-        prepare(source, place / "o", codecs.get("int8"), workers=1)
+        prepare(source, place / "o", encodings.get("int8"), workers=1)
     before = contents(place / "o")
     refused(pagestone("prepare-fp8", source, "-o", place / "o", "--force"), 3, "E0903")
     assert contents(place / "o") == before and verify(place / "o").exit_code == 0
     monkeypatch.setattr(preparing, "preflight", lambda plan, work: None)
     with pytest.raises(MachineError, match="No space left"):
-        prepare(source, place / "o", codecs.get("fp8"), workers=1, force=True)
+        prepare(source, place / "o", encodings.get("fp8"), workers=1, force=True)
     assert contents(place / "o") == before and verify(place / "o").exit_code == 0
 
 
@@ -268,15 +268,15 @@ def test_too_few_open_files(tmp_path):
 def test_shard_that_vanishes(tmp_path):
     """A shard that is removed, or cut, while it is read is an error that names it."""
     source = T_ORDER.write(tmp_path / "s", shards=3)
-    plan = preparing.plan_for(source, tmp_path / "o", codecs.get("int8"), layers=None, include_code=False)
+    plan = preparing.plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
     shard = source / "model-00003-of-00003.safetensors"
     raw = shard.read_bytes()
     shard.unlink()
     with pytest.raises(MachineError, match="No such file") as gone:
-        prepare(source, tmp_path / "o", codecs.get("int8"), workers=2, planned=plan)
+        prepare(source, tmp_path / "o", encodings.get("int8"), workers=2, planned=plan)
     shard.write_bytes(raw[:-10])
     with pytest.raises(preparing.DataError, match="E0701") as cut:
-        prepare(source, tmp_path / "o", codecs.get("int8"), workers=2, planned=plan)
+        prepare(source, tmp_path / "o", encodings.get("int8"), workers=2, planned=plan)
     for caught in (gone, cut):
         assert str(shard) in str(caught.value) and caught.value.remedy
     assert not (tmp_path / "o" / "manifest.json").exists()

@@ -18,7 +18,7 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.family import first_k_dense_layers
 from pagestone.convert.plan import EXCLUDED, UNKNOWN, make_plan
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
 
@@ -45,15 +45,15 @@ def unlisted(root: Path, *words: str) -> set[str]:
 def test_files_outside_the_index(tmp_path: Path) -> None:
     """They are reported and left out; on request their tensors are taken as if the index named them."""
     moved = unlisted(tmp_path / "s", "norm.weight", "lm_head")
-    plain = make_plan(open_checkpoint(tmp_path / "s"), codecs.get("fp8"))
+    plain = make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8"))
     assert not moved & {d.tensor.name for d in plain.dispositions}
     assert [w for w in plain.warnings if "extra.safetensors" in w and "--merge-unlisted" in w]
-    merged = make_plan(open_checkpoint(tmp_path / "s", merge_unlisted=True), codecs.get("fp8"))
+    merged = make_plan(open_checkpoint(tmp_path / "s", merge_unlisted=True), encodings.get("fp8"))
     assert moved <= {d.tensor.name for d in merged.dispositions}
     assert [w for w in merged.warnings if "extra.safetensors" in w and "taken" in w]
-    prepare(tmp_path / "s", tmp_path / "o", codecs.get("fp8"), workers=1, merge_unlisted=True)
+    prepare(tmp_path / "s", tmp_path / "o", encodings.get("fp8"), workers=1, merge_unlisted=True)
     SPEC.write(tmp_path / "whole")
-    prepare(tmp_path / "whole", tmp_path / "w", codecs.get("fp8"), workers=1)
+    prepare(tmp_path / "whole", tmp_path / "w", encodings.get("fp8"), workers=1)
     for file in ("layers-00.safetensors", "dense-00001-of-00001.safetensors", INDEX):
         assert (tmp_path / "o" / file).read_bytes() == (tmp_path / "w" / file).read_bytes(), file
     assert not verify(tmp_path / "o", source=tmp_path / "s").findings
@@ -63,8 +63,8 @@ def test_missing_experts_are_named_and_merged(tmp_path: Path) -> None:
     """An expert that stands outside the index is missing, until asked for."""
     unlisted(tmp_path / "s", "experts.1.up_proj")
     with pytest.raises(DataError, match="expert 1 lacks"):
-        make_plan(open_checkpoint(tmp_path / "s"), codecs.get("fp8"))
-    outcome = prepare(tmp_path / "s", tmp_path / "o", codecs.get("fp8"), workers=1, merge_unlisted=True)
+        make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8"))
+    outcome = prepare(tmp_path / "s", tmp_path / "o", encodings.get("fp8"), workers=1, merge_unlisted=True)
     assert outcome.notes == {"passed through": 6}
 
 
@@ -89,7 +89,7 @@ def test_merging_without_an_index(tmp_path: Path) -> None:
     root = SPEC.write(tmp_path / "s")
     write_tensors(root / "extra.safetensors", {"new.weight": ("BF16", (2,), bytes(4))})
     assert "new.weight" not in open_checkpoint(root).tensors
-    plan = make_plan(open_checkpoint(root, merge_unlisted=True), codecs.get("fp8"))
+    plan = make_plan(open_checkpoint(root, merge_unlisted=True), encodings.get("fp8"))
     assert [d.fate for d in plan.dispositions if d.tensor.name == "new.weight"] == [UNKNOWN]
     (root / "extra.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     open_checkpoint(root)
@@ -124,27 +124,27 @@ def test_bf16_container_is_a_source(
     """It holds the model's own values under names of its own: what is made from it is what its source gives."""
     oracle("torch")
     source = built(name, "wide", tmp_path_factory).root
-    prepare(source, tmp_path / "bf16", codecs.get("bf16"), workers=1)
-    outcome = prepare(tmp_path / "bf16", tmp_path / "a", codecs.get("int8"), workers=1)
-    prepare(source, tmp_path / "b", codecs.get("int8"), workers=1)
+    prepare(source, tmp_path / "bf16", encodings.get("bf16"), workers=1)
+    outcome = prepare(tmp_path / "bf16", tmp_path / "a", encodings.get("int8"), workers=1)
+    prepare(source, tmp_path / "b", encodings.get("int8"), workers=1)
     assert outcome.warnings == ()
     files = {p.name for p in (tmp_path / "b").iterdir()} - {"manifest.json"}
     assert {p.name for p in (tmp_path / "a").iterdir()} - {"manifest.json"} == files
     for file in files - {"experts.parquet"}:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
     assert not verify(tmp_path / "a", source=tmp_path / "bf16").findings
-    again = prepare(tmp_path / "bf16", tmp_path / "c", codecs.get("bf16"), workers=1)
+    again = prepare(tmp_path / "bf16", tmp_path / "c", encodings.get("bf16"), workers=1)
     assert again.manifest.lossless
-    layers = [t.name for t in make_plan(open_checkpoint(source), codecs.get("bf16")).layers]
+    layers = [t.name for t in make_plan(open_checkpoint(source), encodings.get("bf16")).layers]
     for file in layers:
         assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "bf16" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("codec", [c for c in sorted(codecs.registry()) if c != "bf16"])
+@pytest.mark.parametrize("codec", [c for c in sorted(encodings.registry()) if c != "bf16"])
 def test_other_containers_are_no_source(tmp_path: Path, codec: str) -> None:
     """Codes are not encoded again: refused, naming the codec."""
     spec = Int8Spec() if codec == "int8" else SPEC
-    prepare(spec.write(tmp_path / "s"), tmp_path / "o", codecs.get(codec), workers=1)
+    prepare(spec.write(tmp_path / "s"), tmp_path / "o", encodings.get(codec), workers=1)
     with pytest.raises(RequestError, match="E0411") as caught:
         open_checkpoint(tmp_path / "o")
     assert codec in caught.value.message
@@ -156,9 +156,9 @@ def test_partial_bf16_container_is_no_source(
     """Its missing layers are missed."""
     oracle("torch")
     source = built("mixtral", "half", tmp_path_factory).root
-    prepare(source, tmp_path / "o", codecs.get("bf16"), workers=1, layers=(0, 1))
+    prepare(source, tmp_path / "o", encodings.get("bf16"), workers=1, layers=(0, 1))
     with pytest.raises(DataError, match="layer 1 is the first without experts"):
-        make_plan(open_checkpoint(tmp_path / "o"), codecs.get("int8"))
+        make_plan(open_checkpoint(tmp_path / "o"), encodings.get("int8"))
 
 
 # -- which layers are dense, which are asked for ---------------------------------------------------------------------
@@ -183,10 +183,10 @@ def test_layers_not_asked_for_keep_their_names(tmp_path: Path) -> None:
     scale = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
     tensors[scale] = ("F32", tensors[scale][1], bytes(2 * len(tensors[scale][2])))
     config = SPEC.config() | {"num_hidden_layers": 2}
-    plan = make_plan(open_checkpoint(write(tmp_path / "s", tensors, config)), codecs.get("fp8"), layers=(0, 1))
+    plan = make_plan(open_checkpoint(write(tmp_path / "s", tensors, config)), encodings.get("fp8"), layers=(0, 1))
     fates = {d.tensor.name: d.fate for d in plan.dispositions}
     assert fates[scale] == EXCLUDED and plan.codec.parameters["scale_dtype"] == "BF16"
-    assert make_plan(open_checkpoint(tmp_path / "s"), codecs.get("fp8")).codec.parameters["scale_dtype"] == "F32"
+    assert make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8")).codec.parameters["scale_dtype"] == "F32"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -196,7 +196,7 @@ def test_layers_option_in_every_family(
     """A partial container verifies against its source, and says in config.json that nobody else may load it."""
     oracle("torch")
     source = built(name, "half", tmp_path_factory).root
-    prepare(source, tmp_path / "o", codecs.get("bf16"), workers=1, layers=(1, 2))
+    prepare(source, tmp_path / "o", encodings.get("bf16"), workers=1, layers=(1, 2))
     assert not verify(tmp_path / "o", source=source).findings
     config = json.loads((tmp_path / "o" / "config.json").read_bytes())
     for place in (config, config.get("text_config", config)):

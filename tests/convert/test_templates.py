@@ -14,7 +14,7 @@ from kits.containers import container_id
 from pagestone.convert import publish
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import read_manifest
@@ -37,7 +37,7 @@ def source(root: Path, templates: dict[str, bytes] = BOTH) -> Path:
 
 
 def run(root: Path, output: Path, **how):
-    return prepare(root, output, codecs.get("int8"), workers=2, **how)
+    return prepare(root, output, encodings.get("int8"), workers=2, **how)
 
 
 def test_templates_are_carried(tmp_path):
@@ -244,7 +244,7 @@ def test_folder_is_durable_before_the_manifest(tmp_path, monkeypatch):
 def test_container_is_a_source(tmp_path):
     """A bf16 container gives its templates on."""
     root = source(tmp_path / "s")
-    prepare(root, tmp_path / "b", codecs.get("bf16"), workers=1)
+    prepare(root, tmp_path / "b", encodings.get("bf16"), workers=1)
     one, two = run(root, tmp_path / "o"), run(tmp_path / "b", tmp_path / "p")
     assert one.manifest.container_id == two.manifest.container_id
 

@@ -13,7 +13,7 @@ from kits.floats import flushing
 from kits.quantised import Fp8Spec
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs, floats, native, products, stats
+from pagestone.formats import encodings, floats, native, products, stats
 from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import MachineError, NonFiniteError
 from pagestone.formats.floats import plain_floats, plainly
@@ -21,7 +21,7 @@ from pagestone.formats.quantised import FP8, INT8, Form, Quantised, scale_values
 from pagestone.validate.verify import verify
 
 ISAS = native.available()
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 ROWS, COLUMNS = 160, 192
 HALVES = np.full(COLUMNS, 0.5, np.float32)
 
@@ -43,7 +43,7 @@ def source(dtype: str, seed: int = 0) -> np.ndarray:
 
 def everything(codec_name: str, dtype: str) -> list[bytes]:
     """All that a codec makes of `source(dtype)`: arrays, statistics, values, products, problems."""
-    codec, weight = codecs.get(codec_name), source(dtype)
+    codec, weight = encodings.get(codec_name), source(dtype)
     out = codec.allocate(ROWS, COLUMNS)
     cost = codec.encode(weight, dtype, out)
     defined = codec.allocate(ROWS, COLUMNS)
@@ -72,7 +72,7 @@ def test_a_codec_keeps_subnormals(codec, isa, dtype):
 
 def forbidden(name: str) -> dict[str, np.ndarray]:
     """Stored arrays with a subnormal scale wherever the codec says it must be normal or may be anything."""
-    codec = codecs.get(name)
+    codec = encodings.get(name)
     out = codec.allocate(128, 128)
     codec.encode(np.ones((128, 128), np.float32), "F32", out)
     if "scales" in out:
@@ -84,9 +84,9 @@ def forbidden(name: str) -> dict[str, np.ndarray]:
 def test_what_is_wrong_is_wrong_there_too(codec):
     """A subnormal scale: int8 names it, fp8 and the affine codecs take it for what it is, nobody for a zero."""
     stored = forbidden(codec)
-    expected = [*codecs.get(codec).problems(stored, 128, 128)]
+    expected = [*encodings.get(codec).problems(stored, 128, 128)]
     with flushing():
-        found = [*codecs.get(codec).problems(stored, 128, 128)]
+        found = [*encodings.get(codec).problems(stored, 128, 128)]
     assert found == expected and bool(found) == (codec == "int8")
 
 
@@ -105,7 +105,7 @@ FORMS = [(FP8, (128, 128)), (FP8, (1, 128)), (INT8, (1, 128)), (INT8, (128, 128)
 def test_quantised_sources(codec, kind, block):
     """Subnormal scales are neither zero nor lost; a negative one is refused, however small."""
 
-    maker = codecs.get(codec).for_scales(["F32"])
+    maker = encodings.get(codec).for_scales(["F32"])
 
     def made(matrix: Quantised) -> list[bytes]:
         out = maker.allocate(128, 128)
@@ -182,10 +182,10 @@ def test_a_generator_gives_the_thread_back_between_its_values():
 def test_a_machine_without_a_way_back_is_refused(monkeypatch):
     """No C library to ask: nothing is computed that might be wrong."""
     monkeypatch.setattr(floats, "_c_library", lambda: None)
-    weight, out = source("F32"), codecs.get("int8").allocate(ROWS, COLUMNS)
-    codecs.get("int8").encode_definition(weight, out)
+    weight, out = source("F32"), encodings.get("int8").allocate(ROWS, COLUMNS)
+    encodings.get("int8").encode_definition(weight, out)
     with flushing(), pytest.raises(MachineError) as caught:
-        codecs.get("int8").encode_definition(weight, out)
+        encodings.get("int8").encode_definition(weight, out)
     assert caught.value.code == "E0113" and caught.value.remedy
 
 
@@ -226,9 +226,9 @@ def test_a_container_is_the_same(tmp_path, codec, isa):
     """Same files, same container id, and `verify --source` agrees, with workers that inherit the setting."""
     root = subnormal_model(tmp_path / "s", "F32")
     with native.forced(isa):
-        prepare(root, tmp_path / "plain", codecs.get(codec), workers=2)
+        prepare(root, tmp_path / "plain", encodings.get(codec), workers=2)
         with flushing():
-            prepare(root, tmp_path / "flushed", codecs.get(codec), workers=2)
+            prepare(root, tmp_path / "flushed", encodings.get(codec), workers=2)
             findings = [f for f in verify(tmp_path / "flushed", source=root).findings if f.code[0] == "E"]
     assert contents(tmp_path / "flushed") == contents(tmp_path / "plain") and not findings
 
@@ -242,9 +242,9 @@ def test_an_fp8_source_is_the_same(tmp_path):
 
     source = Fp8Spec(hidden=128, intermediate=128, dense=False, scale_dtype="F32", change=smaller).write(tmp_path / "s")
     for codec in ("fp8", "int8", "bf16"):
-        prepare(source, tmp_path / codec, codecs.get(codec), workers=1)
+        prepare(source, tmp_path / codec, encodings.get(codec), workers=1)
         with flushing():
-            prepare(source, tmp_path / f"{codec}-flushed", codecs.get(codec), workers=1)
+            prepare(source, tmp_path / f"{codec}-flushed", encodings.get(codec), workers=1)
         assert contents(tmp_path / codec) == contents(tmp_path / f"{codec}-flushed")
 
 

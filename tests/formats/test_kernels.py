@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs.fp8 import VALUES
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings.fp8 import VALUES
 from pagestone.formats.errors import NonFiniteError
 
 if not native.built():
@@ -20,10 +20,15 @@ if not native.built():
 _kernels = native._kernels
 
 ISAS = native.available()[1:]
-CODECS = [codecs.get("int8"), codecs.get("fp8"), codecs.get("fp8", {"scale_dtype": "F32"}), codecs.get("bf16")]
+CODECS = [
+    encodings.get("int8"),
+    encodings.get("fp8"),
+    encodings.get("fp8", {"scale_dtype": "F32"}),
+    encodings.get("bf16"),
+]
 NAMES = ["int8", "fp8", "fp8-f32", "bf16"]
 EACH = [pytest.param(codec, id=name) for codec, name in zip(CODECS, NAMES, strict=True)]
-GROUPED = [codecs.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+GROUPED = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
 EACH_GROUPED = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in GROUPED]
 NON_FINITE = {
     "BF16": [0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7FFF],
@@ -68,7 +73,7 @@ def gaussian(rows, columns, seed=0, scale=0.02):
 
 
 def test_every_encoder_named_by_a_codec_is_built():
-    for cls in codecs.registry().values():
+    for cls in encodings.registry().values():
         if cls.encoder is not None:
             assert callable(getattr(_kernels, cls.encoder))
 
@@ -161,7 +166,7 @@ def test_every_midpoint_of_e4m3_and_its_neighbours(codec):
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_bfloat16_at_scale_one(isa):
     """All 65,536 bit patterns as inputs, beside 448, so that the scale is one: only rounding is left."""
-    codec = codecs.get("fp8")
+    codec = encodings.get("fp8")
     every = np.arange(65536).astype(np.uint16)
     magnitude = np.abs(bf16_to_f32(every))
     inputs = every[magnitude <= 448]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.layout import (
     PAGE,
     PARTS,
@@ -27,7 +27,7 @@ BLOCK = ExpertShape(hidden=192, intermediate=160)
 
 
 def table(codec: str, shape: ExpertShape) -> list[tuple]:
-    return [(s.part, s.role, s.offset, s.nbytes, s.shape) for s in record_layout(codecs.get(codec), shape).slots]
+    return [(s.part, s.role, s.offset, s.nbytes, s.shape) for s in record_layout(encodings.get(codec), shape).slots]
 
 
 def test_tiny_int8():
@@ -41,7 +41,7 @@ def test_tiny_int8():
         ("down", "scales", 99328, 1024, (256, 1)),
         (None, "pad", 100352, 2048, (2048,)),
     ]
-    assert record_layout(codecs.get("int8"), TINY).stride == 102400 == 25 * PAGE
+    assert record_layout(encodings.get("int8"), TINY).stride == 102400 == 25 * PAGE
 
 
 def test_tiny_fp8():
@@ -55,7 +55,7 @@ def test_tiny_fp8():
         ("down", "scales", 98312, 4, (2, 1)),
         (None, "pad", 98316, 4084, (4084,)),
     ]
-    assert record_layout(codecs.get("fp8"), TINY).stride == 102400
+    assert record_layout(encodings.get("fp8"), TINY).stride == 102400
 
 
 def test_true_shape_int8():
@@ -68,7 +68,7 @@ def test_true_shape_int8():
         ("up", "scales", 3147776, 2048, (512, 1)),
         ("down", "scales", 3149824, 8192, (2048, 1)),
     ]
-    assert record_layout(codecs.get("int8"), TRUE).stride == 3158016 == 771 * PAGE
+    assert record_layout(encodings.get("int8"), TRUE).stride == 3158016 == 771 * PAGE
 
 
 def test_true_shape_fp8():
@@ -79,7 +79,7 @@ def test_true_shape_fp8():
         ("down", "scales", 3145984, 128, (16, 4)),
         (None, "pad", 3146112, 3712, (3712,)),
     ]
-    assert record_layout(codecs.get("fp8"), TRUE).stride == 3149824 == 769 * PAGE
+    assert record_layout(encodings.get("fp8"), TRUE).stride == 3149824 == 769 * PAGE
 
 
 def test_partial_blocks_fp8():
@@ -101,7 +101,7 @@ def test_pad_a_where_codes_end_off_64():
 
 def test_bias_follows_scales():
     """An expert's own biases come after all scales, in the same order of parts."""
-    layout = record_layout(codecs.get("int8"), ExpertShape(256, 128, "BF16"))
+    layout = record_layout(encodings.get("int8"), ExpertShape(256, 128, "BF16"))
     assert [(s.part, s.offset, s.nbytes) for s in layout.slots if s.role == "bias"] == [
         ("gate", 100352, 256),
         ("up", 100608, 256),
@@ -112,7 +112,7 @@ def test_bias_follows_scales():
 
 def test_layer_of_tiny():
     """Records stand one after the other from the first page boundary after the header."""
-    layer = LayerLayout(record_layout(codecs.get("int8"), TINY), 16, 16384)
+    layer = LayerLayout(record_layout(encodings.get("int8"), TINY), 16, 16384)
     assert (layer.stride, layer.file_size) == (102400, 16384 + 16 * 102400)
     assert [layer.record_offset(e) for e in (0, 1, 15)] == [16384, 118784, 1552384]
     for outside in (-1, 16):
@@ -122,7 +122,7 @@ def test_layer_of_tiny():
 
 def test_names():
     """Tensors are named as the family names them; pads have no part."""
-    layout = record_layout(codecs.get("fp8"), TINY)
+    layout = record_layout(encodings.get("fp8"), TINY)
     prefix = "model.layers.3.mlp.experts"
     assert tensor_name(prefix, 17, NAMES, layout.slot("up", "scales")) == f"{prefix}.17.up_proj.weight_scale_inv"
     assert tensor_name(prefix, 17, NAMES, layout.slots[-1]) == f"{prefix}.17.pad"
@@ -131,7 +131,7 @@ def test_names():
 
 
 @given(
-    codec=st.sampled_from(sorted(codecs.registry())),
+    codec=st.sampled_from(sorted(encodings.registry())),
     hidden=st.integers(1, 700),
     intermediate=st.integers(1, 700),
     bias=st.sampled_from([None, "BF16", "F32"]),
@@ -141,7 +141,7 @@ def test_no_hole_anywhere(codec, hidden, intermediate, bias, count):
     """For every shape the slots cover the record exactly, scales begin at 64, and the stride is whole pages."""
     if codec not in ("int8", "fp8"):
         return  # other codecs refuse some shapes
-    layout = record_layout(codecs.get(codec), ExpertShape(hidden, intermediate, bias))
+    layout = record_layout(encodings.get(codec), ExpertShape(hidden, intermediate, bias))
     position = 0
     for slot in layout.slots:
         assert slot.offset == position and slot.nbytes > 0

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagestone.formats import codecs, native, products
-from pagestone.formats.codecs.affine import pack, unpack
-from pagestone.formats.codecs.fp8 import VALUES
+from pagestone.formats import encodings, native, products
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings.affine import pack, unpack
+from pagestone.formats.encodings.fp8 import VALUES
 from pagestone.formats.errors import NonFiniteError
 
 ISAS = native.available()[1:]
@@ -22,7 +22,7 @@ CASES = [
     ("bf16", {}), ("fp8", {}), ("fp8", {"scale_dtype": "F32"}), ("int8", {}),
     ("q4", {}), ("q4", {"group_size": 32}), ("q3", {}), ("q3", {"group_size": 32}),
 ]  # fmt: skip
-CODECS = [codecs.get(name, parameters) for name, parameters in CASES]
+CODECS = [encodings.get(name, parameters) for name, parameters in CASES]
 EACH = [pytest.param(c, id="-".join([c.name, *map(str, p.values())])) for c, (_, p) in zip(CODECS, CASES, strict=True)]
 QUANTISING = [p for p, (name, _) in zip(EACH, CASES, strict=True) if name not in ("bf16", "fp8")]
 COLUMNS = (33, 65, 160, 192, 2048, 7168)
@@ -104,7 +104,7 @@ def columns_of(codec):
 
 
 def test_every_codec_has_a_product_and_its_kernel():
-    for cls in codecs.registry().values():
+    for cls in encodings.registry().values():
         assert cls.multiplier is not None
         if native.built():
             assert callable(getattr(native._kernels, cls.multiplier))
@@ -205,7 +205,7 @@ def test_huge_products_overflow_as_defined(codec):
 
 def test_fp8_scaled_tokens_too_large_for_the_short_way():
     """Where 2^8 * xs would overflow, codes are decoded; on both sides of the border, and with a zero scale."""
-    codec = codecs.get("fp8")
+    codec = encodings.get("fp8")
     for scale in (0x0000, 0x7A80, 0x7B00, 0x7B80, 0x7C00, 0x7D00):
         stored = encoded(codec, 9, 192)
         stored["scales"][...] = scale
@@ -229,7 +229,7 @@ def test_nan_among_the_codes_is_never_lost(codec):
 
 def test_int8_code_of_minus_128():
     """`verify` refuses one, and the product is right all the same."""
-    codec = codecs.get("int8")
+    codec = encodings.get("int8")
     stored = encoded(codec, 20, 160)
     stored["codes"][3] = -128
     stored["row_sums"][...] = stored["codes"].sum(axis=1, dtype=np.int32)
@@ -239,7 +239,7 @@ def test_int8_code_of_minus_128():
 
 @pytest.mark.skipif("avx512" not in ISAS, reason="only AVX-512 uses row sums")
 def test_a_flipped_row_sum_shows():
-    codec = codecs.get("int8")
+    codec = encodings.get("int8")
     stored = encoded(codec, 20, 160)
     x = normal(3, 160)
     right = codec.matmul_definition(stored, x, 20, 160)
@@ -287,7 +287,7 @@ def test_results_rounded_to_the_models_type(codec, dtype):
 
 def test_rounding_of_every_kind_of_float():
     """A matrix of one column and one token of 1.0 makes any BF16 value a result; float16 gets its ties this way too."""
-    codec = codecs.get("bf16")
+    codec = encodings.get("bf16")
     every = np.arange(1 << 16).astype(np.uint16)
     every = every[(every & 0x7FFF) < 0x7F80].reshape(-1, 1)
     near = np.array([[1.0, 2.0**-11]], np.float16)  # w0 + w1 * 2^-11: at, below and above ties
@@ -413,13 +413,13 @@ def test_activations_that_are_whole_cost_nothing(codec):
 def test_the_worked_example_of_the_specification():
     x = cast([[1.0, -2.0, 0.5]])
     stored = {"codes": cast([[3.0, 0.25, -1.0]])}
-    check(codecs.get("bf16"), stored, x, 1)
-    assert codecs.get("bf16").matmul(stored, x, 1, 3).tolist() == [[2.0]]
+    check(encodings.get("bf16"), stored, x, 1)
+    assert encodings.get("bf16").matmul(stored, x, 1, 3).tolist() == [[2.0]]
     codes, scale = products.quantise(bf16_to_f32(x))
     assert codes.tolist() == [[64, -127, 32]] and scale.view(np.uint32).tolist() == [0x3C810204]
     codes, scales = np.array([[127, 11, -42]], np.int8), np.array([[0x3CC18306]], np.uint32).view(np.float32)
     stored = {"codes": codes, "scales": scales, "row_sums": np.array([96], np.int32)}
-    assert check(codecs.get("int8"), stored, x, 1).view(np.uint32).tolist() == [[0x40004103]]
+    assert check(encodings.get("int8"), stored, x, 1).view(np.uint32).tolist() == [[0x40004103]]
 
 
 def test_quantised_activations():
@@ -554,7 +554,7 @@ def test_packed_words_may_be_anything():
 
 @pytest.mark.skipif(not native.built(), reason="native kernels are not built")
 def test_products_from_several_threads_at_once():
-    codec = codecs.get("bf16")
+    codec = encodings.get("bf16")
     stored, x = encoded(codec, 200, 512), normal(3, 512)
     expected = codec.matmul_definition(stored, x, 200, 512)
     wrong = []
@@ -574,8 +574,8 @@ def test_products_from_several_threads_at_once():
 
 FORK = """
 import os, sys, numpy as np
-from pagestone.formats import codecs
-codec = codecs.get("int8")
+from pagestone.formats import encodings
+codec = encodings.get("int8")
 stored = codec.allocate(100, 64)
 codec.encode(np.full((100, 64), 0x3F80, np.uint16), "BF16", stored)
 x = np.full((2, 64), 0x3F80, np.uint16)
@@ -594,7 +594,7 @@ def test_a_forked_child_has_threads_of_its_own():
 
 def test_a_process_that_flushes_subnormals_does_not_change_a_product(oracle):
     torch = oracle("torch")
-    codec = codecs.get("bf16")
+    codec = encodings.get("bf16")
     stored = {"codes": np.array([[0x0001, 0x0080]] * 40, np.uint16)}
     x = np.array([[0x3F80, 0x3F00]], np.uint16)
     expected = codec.matmul_definition(stored, x, 40, 2)

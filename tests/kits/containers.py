@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import VIEWS, to_f32
 from pagestone.formats.layout import PARTS, ExpertShape, align_up, record_layout
 
@@ -97,7 +97,7 @@ def read_i32(path: Path) -> dict[str, np.ndarray]:
 
 def defined_record(codec_name: str, matrices: dict[str, np.ndarray]) -> tuple[bytes, dict[str, np.ndarray]]:
     """One expert's record by the definition, and the row sums of its parts (empty if the codec has none)."""
-    codec = codecs.get(codec_name)
+    codec = encodings.get(codec_name)
     rows, columns = matrices["gate"].shape
     layout = record_layout(codec, ExpertShape(columns, rows))
     record, sums = bytearray(layout.stride), {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagestone.convert.prepare import Outcome, prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 
 
 class Stopped(Exception):
@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 def run(source: Path, output: Path, codec: str = "int8", **how: Any) -> Outcome:
     """A conversion with two workers, if nothing else is asked for."""
-    return prepare(source, output, codecs.get(codec), **{"workers": 2, **how})
+    return prepare(source, output, encodings.get(codec), **{"workers": 2, **how})
 
 
 def stop_after(source: Path, output: Path, share: float, codec: str = "int8", **how: Any) -> None:

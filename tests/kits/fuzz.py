@@ -36,7 +36,7 @@ from kits.inference import command
 from kits.mutate import pick
 from kits.quantised import Fp8Spec
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs, native
+from pagestone.formats import encodings, native
 from pagestone.formats.digests import container_id, digest, layer_digest
 from pagestone.formats.dtypes import E4M3_VALUES
 from pagestone.formats.errors import NonFiniteError, PagestoneError
@@ -183,7 +183,7 @@ class Bench:
     def container(self, codec: str) -> Path:
         if codec not in self._containers:
             self._containers[codec] = self.root / f"container-{codec}"
-            prepare(self.source, self._containers[codec], codecs.get(codec), workers=1)
+            prepare(self.source, self._containers[codec], encodings.get(codec), workers=1)
         return self._containers[codec]
 
     @cached_property
@@ -197,7 +197,7 @@ class Bench:
                 raise KeyboardInterrupt
 
         try:
-            prepare(self.source, output, codecs.get("int8"), workers=1, progress=stop)
+            prepare(self.source, output, encodings.get("int8"), workers=1, progress=stop)
         except KeyboardInterrupt:
             return output
         except PagestoneError:
@@ -568,7 +568,7 @@ def _lines(bench: Bench, random: Random) -> None:
 @_case
 def _codes(bench: Bench, random: Random) -> None:
     """Stored arrays of any bits: decoded, multiplied and judged without an error, the same by kernel and definition."""
-    codec = codecs.get(pick(random, sorted(codecs.registry())))
+    codec = encodings.get(pick(random, sorted(encodings.registry())))
     rows, columns = pick(random, (1, 5, 129)), pick(random, (64, 192))
     bits = np.random.default_rng(random.randrange(2**32))
     stored = {}
@@ -605,5 +605,5 @@ def _scales(bench: Bench, random: Random) -> None:
     with np.errstate(all="ignore"):
         scales = np.abs(scale_values(raw, dtype))
     matrix = Quantised(Form(kind, 64, 64, block, scale_dtype=dtype), codes, scales)
-    codec = codecs.get(pick(random, sorted(codecs.registry()))).for_scales([dtype])
+    codec = encodings.get(pick(random, sorted(encodings.registry()))).for_scales([dtype])
     judged(lambda: codec.encode_quantised(matrix, codec.allocate(64, 64)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.reader.container import Container, open_container
 from pagestone.reader.store import StoreOptions, open_store
 
@@ -28,7 +28,7 @@ class Workshop:
         key = (codec, str(source))
         if key not in self._made:
             path = self.root / f"{codec}-{len(self._made)}"
-            prepare(source, path, codecs.get(codec), workers=2)
+            prepare(source, path, encodings.get(codec), workers=2)
             self._made[key] = path
         return self._made[key]
 

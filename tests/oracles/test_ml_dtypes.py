@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from kits.oracles import oracle
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs.fp8 import VALUES, to_e4m3
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings.fp8 import VALUES, to_e4m3
 from pagestone.formats.errors import NonFiniteError
 
 ml_dtypes = oracle("ml_dtypes")
@@ -55,7 +55,7 @@ def test_bfloat16_both_ways():
 def test_whole_matrix(isa):
     """The codec recomputed with their types: scales, codes and decoded values."""
     weight = (np.random.default_rng(2).standard_normal((200, 300)) * 0.02).astype(BF16)
-    codec = codecs.get("fp8")
+    codec = encodings.get("fp8")
     out = codec.allocate(200, 300)
     with native.forced(isa):
         codec.encode(weight.view(np.uint16), "BF16", out)
@@ -75,7 +75,7 @@ def test_whole_matrix(isa):
 
 
 def encoded(name: str, source: np.ndarray, dtype: str) -> np.ndarray:
-    codec = codecs.get(name)
+    codec = encodings.get(name)
     out = codec.allocate(*source.shape)
     codec.encode(source, dtype, out)
     return out["codes"]

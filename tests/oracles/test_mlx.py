@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from kits.oracles import oracle
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs.affine import mlx_rule, unpack
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings.affine import mlx_rule, unpack
 
 mx = oracle("mlx.core")
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny-moe"
 
 F = np.float32
-CODECS = [codecs.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+CODECS = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
 EACH = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in CODECS]
 AT_MOST = {"q3": 0.78, "q4": 0.84}
 """Of MLX's squared error over a matrix, group 64."""

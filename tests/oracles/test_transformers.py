@@ -15,7 +15,7 @@ import pytest
 from kits.checkpoints import T_BLOCK
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.reader.container import open_container
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny-moe"
@@ -37,11 +37,11 @@ torch: Any
 transformers: Any
 
 
-@pytest.fixture(scope="module", params=sorted(codecs.registry()))
+@pytest.fixture(scope="module", params=sorted(encodings.registry()))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A container of tiny-moe in each codec; its folder carries the codec's name."""
     path = tmp_path_factory.mktemp("transformers") / request.param
-    prepare(TINY, path, codecs.get(request.param), workers=2)
+    prepare(TINY, path, encodings.get(request.param), workers=2)
     return path
 
 
@@ -97,7 +97,7 @@ def test_int8_raises_without_compressed_tensors_too(directory: Path, name: str) 
 def test_partial_fp8_blocks_raise(tmp_path: Path, name: str) -> None:
     """transformers would guess another block size where 128 does not divide: the directory must make it raise."""
     T_BLOCK.write(tmp_path / "source")
-    prepare(tmp_path / "source", tmp_path / "fp8", codecs.get("fp8"), workers=1)
+    prepare(tmp_path / "source", tmp_path / "fp8", encodings.get("fp8"), workers=1)
     with pytest.raises(ValueError, match="pagestone-partial-blocks"):
         _load(tmp_path / "fp8", name)
 

@@ -15,11 +15,11 @@ import pytest
 from kits.families import FAMILIES, MODELS, PARTS, Built, built, read_tensors, write_tensors
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import VIEWS
 from pagestone.validate.verify import verify
 
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 RAISED = (ValueError, RuntimeError, KeyError, ImportError)
 torch: Any
 transformers: Any
@@ -57,7 +57,7 @@ def loads(name: str, size: str, codec: str) -> bool:
 
 def decoded(source: Built, out: Path, codec_name: str) -> dict[tuple[int, int, str], Any]:
     """Our values of every expert matrix of the decoder layers, rounded once to BF16."""
-    codec, found = codecs.get(codec_name), {}
+    codec, found = encodings.get(codec_name), {}
     for (block, layer), matrices in source.matrices.items():
         if block != "layers":
             continue
@@ -101,7 +101,7 @@ def test_right_weights_or_an_exception(
 ) -> None:
     """Every model class a user would take: the container's own values, or an exception."""
     source, out = make(name, size), tmp_path / "out"
-    prepare(source.root, out, codecs.get(codec), workers=2)
+    prepare(source.root, out, encodings.get(codec), workers=2)
     for cls in classes(name):
         if not loads(name, size, codec):
             with pytest.raises(RAISED):
@@ -116,7 +116,7 @@ def test_right_weights_or_an_exception(
 def test_partial_containers_raise(make: Callable[[str, str], Built], tmp_path: Path, name: str, codec: str) -> None:
     """--layers leaves experts out: transformers would fill them with random numbers, so the directory must raise."""
     source, out = make(name, "square"), tmp_path / "out"
-    prepare(source.root, out, codecs.get(codec), workers=1, layers=(0, 1))
+    prepare(source.root, out, encodings.get(codec), workers=1, layers=(0, 1))
     assert not verify(out, source=source.root).findings
     for cls in classes(name):
         with pytest.raises(RAISED):
@@ -127,7 +127,7 @@ def test_the_danger_is_real(make: Callable[[str, str], Built], tmp_path: Path) -
     """Without what we state, transformers loads a container of a family whose names it lacks, experts at random: when
     this fails, transformers has changed, and so may we."""
     source, out = make("granitemoe", "square"), tmp_path / "out"
-    prepare(source.root, out, codecs.get("bf16"), workers=1)
+    prepare(source.root, out, encodings.get("bf16"), workers=1)
     config = json.loads((out / "config.json").read_bytes())
     assert config.pop("quantization_config") == {"loadable_by": "pagestone"}
     (out / "config.json").write_text(json.dumps(config))
@@ -155,7 +155,7 @@ def test_tied_heads(make: Callable[[str, str], Built], tmp_path: Path, name: str
         if tied is not None:
             place["tie_word_embeddings"] = tied
     (root / "config.json").write_text(json.dumps(config))
-    prepare(root, tmp_path / "out", codecs.get("bf16"), workers=1)
+    prepare(root, tmp_path / "out", encodings.get("bf16"), workers=1)
     for cls in classes(name):
         (theirs, before), (ours, after) = load(root, cls), load(tmp_path / "out", cls)
         assert before["missing_keys"] == after["missing_keys"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.reader import container as reader
@@ -42,9 +42,9 @@ make = _generator()
 def converted(tiny, tmp_path_factory) -> dict[str, Path]:
     """tiny-moe (H = 256, I = 128, 16 experts) in every codec."""
     root = tmp_path_factory.mktemp("reader")
-    for codec in codecs.registry():
-        prepare(tiny, root / codec, codecs.get(codec), workers=2)
-    return {codec: root / codec for codec in codecs.registry()}
+    for codec in encodings.registry():
+        prepare(tiny, root / codec, encodings.get(codec), workers=2)
+    return {codec: root / codec for codec in encodings.registry()}
 
 
 def roles_of(container) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def roles_of(container) -> tuple[str, ...]:
     return tuple(t.role for t in container.layers[0].file.codec.tensors(128, 256))
 
 
-@pytest.fixture(params=sorted(codecs.registry()))
+@pytest.fixture(params=sorted(encodings.registry()))
 def container(request, converted):
     return open_container(converted[request.param])
 
@@ -246,7 +246,7 @@ def test_reading_does_not_import_torch(converted):
 def fp8_container(root: Path, inter: int, hidden: int = 16) -> Path:
     tensors = make.split_names("model.layers.0.mlp.experts", 2, hidden, inter, 9)
     make.write_source(root / "source", make.qwen3_moe(1, 2), tensors, "BF16")
-    prepare(root / "source", root / "out", codecs.get("fp8"), workers=1)
+    prepare(root / "source", root / "out", encodings.get("fp8"), workers=1)
     return root / "out"
 
 

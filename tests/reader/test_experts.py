@@ -14,7 +14,7 @@ import pytest
 from kits.families import MODELS, SIZES, build
 from kits.inference import Workshop, calm, equal, logits_of, model, sequence
 
-from pagestone.formats import codecs, native, products
+from pagestone.formats import encodings, native, products
 from pagestone.formats.dtypes import Array, to_f32
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader import host
@@ -22,7 +22,7 @@ from pagestone.reader.container import Container, Expert, Matrix, open_container
 from pagestone.reader.store import StoreOptions, open_store
 
 torch: Any
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 KERNELS = [isa for isa in native.available() if isa != native.NUMPY]
 
 
@@ -301,7 +301,7 @@ def test_a_model_in_float32(workshop: Workshop) -> None:
     loaded.close()
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_auto_is_native_but_for_bf16(codec: str) -> None:
     """The default is the form that wins in the whole token; bf16's codes are torch's weights already."""
     assert host.experts_for(codec, "auto") == ("reference" if codec == "bf16" else "native")

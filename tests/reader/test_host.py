@@ -20,7 +20,7 @@ from kits.inference import model as any_model
 
 from pagestone.convert.families import registry as families
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader import host
@@ -41,7 +41,7 @@ def libraries(oracle: Callable[[str], ModuleType]) -> None:
     calm()
 
 
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 NEEDED = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 REFUSED = {"qwen3_vl_moe": "transformers has no language model of its own for it"}
 needs_bf16 = pytest.mark.skipif("bf16" not in CODECS, reason="the bf16 codec is not there yet")
@@ -253,7 +253,7 @@ def test_casts_are_transformers_and_are_listed(tmp_path: Path) -> None:
                 values = bf16_to_f32(np.frombuffer(data, "<u2")) * np.float32(1 + 2**-12)  # no bf16 value
                 tensors[name] = ("F32", shape, values.tobytes())
         write_tensors(file, tensors)
-    prepare(source, tmp_path / "out", codecs.get("bf16"), workers=1)
+    prepare(source, tmp_path / "out", encodings.get("bf16"), workers=1)
     loaded = model(tmp_path / "out")
     assert len(loaded.casts) == 6 and {(c.stored, c.used) for c in loaded.casts} == {("F32", "bfloat16")}
     assert equal(logits_of(host.plain_model(source), sequence(30), 3), logits_of(loaded, sequence(30), 3))
@@ -368,7 +368,7 @@ def test_a_quantised_source(built: Any, tmp_path: Path, codec: str) -> None:
     """Dense FP8 matrices that an `fp8` container keeps run as transformers runs them on a CPU: decoded once, listed."""
     square = {"mlp_only_layers": [], "head_dim": 32, "num_key_value_heads": 4}  # whole blocks: transformers guesses
     source = fp8_checkpoint(built("qwen3_moe", size="square", **square), tmp_path / "source")
-    prepare(source, tmp_path / "out", codecs.get(codec), workers=1)
+    prepare(source, tmp_path / "out", encodings.get(codec), workers=1)
     for io in ("direct", "mmap"):
         loaded = model(tmp_path / "out", io)
         kept = [c for c in loaded.casts if c.stored == "F8_E4M3"]
@@ -409,7 +409,7 @@ def test_tied_heads(built: Any, tmp_path: Path, tied: bool, head: str) -> None:
     elif head == "equal":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_tensors(source / "model.safetensors", tensors)
-    prepare(source, tmp_path / "out", codecs.get("bf16"), workers=1)
+    prepare(source, tmp_path / "out", encodings.get("bf16"), workers=1)
     if head == "absent" and not tied:
         with pytest.raises(DataError, match=r"lm_head\.weight.*E1224"):
             model(tmp_path / "out")
@@ -426,7 +426,7 @@ def test_tied_heads(built: Any, tmp_path: Path, tied: bool, head: str) -> None:
 
 def test_partial_containers_are_refused(tmp_path: Path) -> None:
     """E1222 names the layers that are there."""
-    prepare(TINY, tmp_path / "out", codecs.get("int8"), workers=1, layers=(1, 3))
+    prepare(TINY, tmp_path / "out", encodings.get("int8"), workers=1, layers=(1, 3))
     with pytest.raises(RequestError, match=r"layers 1 to 2 .*E1222"):
         model(tmp_path / "out")
 

@@ -129,9 +129,9 @@ def test_the_tokenizer_is_a_side_file(
     source = tmp_path / "source"
     shutil.copytree(TINY, source, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     from pagestone.convert.prepare import prepare
-    from pagestone.formats import codecs
+    from pagestone.formats import encodings
 
-    prepare(source, tmp_path / "out", codecs.get("int8"), workers=1)
+    prepare(source, tmp_path / "out", encodings.get("int8"), workers=1)
     for words in (["run", tmp_path / "out", "--prompt", "x"], ["chat", tmp_path / "out"]):
         assert command(*words) == 2
         out, err = capsys.readouterr()

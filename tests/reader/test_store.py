@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from kits.inference import Workshop, command, flip
 
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import EXPERTS, read_experts, write_experts
 from pagestone.reader import files
@@ -61,7 +61,7 @@ def everything(container: Container, **how: Any) -> Iterator[tuple[int, int, byt
 
 
 @pytest.mark.parametrize(("io", "records"), CASES)
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_every_store_gives_the_mapped_bytes(workshop: Workshop, codec: str, io: str, records: int | None) -> None:
     """Records, and every view of one: codes, scales, biases and the fused gate_up."""
     container = open_container(workshop.container(codec))

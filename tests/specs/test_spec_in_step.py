@@ -13,11 +13,11 @@ import pytest
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
 from pagestone.convert.plan import DENSE_SHARD, config_with, stated_config
-from pagestone.formats import codecs, layer_file, layout, manifest, safetensors_header
-from pagestone.formats.codecs import ConfigFacts
-from pagestone.formats.codecs.fp8 import PARTIAL_BLOCKS, VALUES
+from pagestone.formats import encodings, layer_file, layout, manifest, safetensors_header
 from pagestone.formats.digests import canonical_json, digest, layer_digest
 from pagestone.formats.dtypes import ITEM_BITS, VIEWS
+from pagestone.formats.encodings import ConfigFacts
+from pagestone.formats.encodings.fp8 import PARTIAL_BLOCKS, VALUES
 from pagestone.formats.errors import NonFiniteError
 from pagestone.formats.layer_file import LayerFile
 from pagestone.formats.layout import ExpertShape
@@ -92,11 +92,11 @@ def test_element_types():
     assert stated == ITEM_BITS
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 @pytest.mark.parametrize("bias", [None, "BF16"])
 def test_metadata_keys(codec, bias):
     rows = table(page("container.md"), "### Metadata")
-    here = LayerFile(codecs.get(codec), "layers", 3, "p", ExpertShape(256, 128, bias), 2)
+    here = LayerFile(encodings.get(codec), "layers", 3, "p", ExpertShape(256, 128, bias), 2)
     conditional = {"pagestone.bias_dtype"} if bias is None else set()
     stated = {row[0].strip("`"): row[1] for row in rows}
     in_layer = {k for k, where in stated.items() if where in ("yes", "no")} - conditional
@@ -113,7 +113,7 @@ def test_record_examples():
     for words, rows in found:
         name, parameters, hidden, inter, *bias = words
         shape = ExpertShape(int(hidden), int(inter), bias[0] if bias else None)
-        record = layout.record_layout(codecs.get(name, json.loads(parameters)), shape)
+        record = layout.record_layout(encodings.get(name, json.loads(parameters)), shape)
         part_of = dict(zip(layout.PARTS, layout.PART_NAMES, strict=True))
         assert rows == [
             [
@@ -166,7 +166,7 @@ def test_hex_map():
 
 def test_sidecar_tensors():
     rows = table(page("container.md"), "## The row-sum sidecar")
-    here = LayerFile(codecs.get("int8"), "layers", 0, "p", ExpertShape(24, 40), 5)
+    here = LayerFile(encodings.get("int8"), "layers", 0, "p", ExpertShape(24, 40), 5)
     value = {"E": 5, "2I": 80, "H": 24}
     stated = [
         (name.strip("`"), dtype, tuple(value[d.strip()] for d in dims.strip("[]").split(",")))
@@ -244,7 +244,7 @@ def test_the_two_sums_follow_the_text():
 
 def test_every_codec_has_a_page():
     described = [words[0] for path in codec_pages() for words, _ in marked(path.read_text("utf-8"), "tensors")]
-    assert sorted(described) == sorted(codecs.registry())
+    assert sorted(described) == sorted(encodings.registry())
     for path in codec_pages():
         text = path.read_text(encoding="utf-8")
         mine = {words[0] for words, _ in marked(text, "tensors")}
@@ -265,7 +265,7 @@ def on_pages(word: str) -> list[tuple[str, dict, list[str], list[list[str]]]]:
 
 @pytest.mark.parametrize(("name", "parameters", "_", "rows"), on_pages("tensors"))
 def test_stored_tensors(name, parameters, _, rows):
-    codec = codecs.get(name, parameters)
+    codec = encodings.get(name, parameters)
     assert codec.parameters == parameters
     step = parameters.get("group_size", 1)  # what a row's length must be a multiple of
     for r, c in ((1, step), (128, 256), (160, 192), (37, 21 * step)):
@@ -282,7 +282,7 @@ def test_stored_tensors(name, parameters, _, rows):
 
 def test_parameters():
     """Every parameter and value that a page states is taken, and the first is the default."""
-    stated: dict[str, dict[str, list]] = {name: {} for name in codecs.registry()}
+    stated: dict[str, dict[str, list]] = {name: {} for name in encodings.registry()}
     for path in codec_pages():
         text = path.read_text(encoding="utf-8")
         rows = [r for t in tables(text.split("\n## ")[0]) for r in t]
@@ -291,11 +291,11 @@ def test_parameters():
                 words = [v.strip(" `") for v in values.split(",")]
                 stated[name][parameter.strip("`")] = [int(w) if w.isdigit() else w for w in words]
     for name, parameters in stated.items():
-        assert codecs.get(name).parameters == {p: values[0] for p, values in parameters.items()}
+        assert encodings.get(name).parameters == {p: values[0] for p, values in parameters.items()}
         for parameter, values in parameters.items():
             for value in values:
-                assert codecs.get(name, {parameter: value}).parameters[parameter] == value
-        for option in codecs.registry()[name].options:
+                assert encodings.get(name, {parameter: value}).parameters[parameter] == value
+        for option in encodings.registry()[name].options:
             assert list(option.choices) == parameters[option.name]
 
 
@@ -310,7 +310,7 @@ def bits(array: np.ndarray) -> list[int]:
 @pytest.mark.parametrize(("name", "parameters", "headings", "rows"), on_pages("encode"))
 def test_worked_examples(name, parameters, headings, rows):
     """Weights of four digits are BF16 bits, of eight float32's; codes of int8 are decimal, all others hexadecimal."""
-    codec = codecs.get(name, parameters)
+    codec = encodings.get(name, parameters)
     assert len(rows) >= 4 and headings[0] == "Weights"
     for row in rows:
         cells = dict(zip(headings, row, strict=True))
@@ -349,24 +349,24 @@ def test_quantization_config(path):
     stated = json.loads(found[0]) if found else None
     facts = ConfigFacts(("...",), ((128, 256), (256, 128)))
     mine = sorted({words[0] for words, _ in marked(path.read_text(encoding="utf-8"), "tensors")})
-    made = {name: codecs.get(name).quantization_config(facts) for name in mine}
+    made = {name: encodings.get(name).quantization_config(facts) for name in mine}
     if path.stem == "affine":
         assert made["q4"] == stated and made["q3"] == stated | {"bits": 3} and '"bits": 3' in text
-        assert codecs.get("q4", {"group_size": 32}).quantization_config(facts) == stated | {"group_size": 32}
-        assert all(set(codecs.registry()[n].config_keys) == {"quantization_config", "quantization"} for n in mine)
+        assert encodings.get("q4", {"group_size": 32}).quantization_config(facts) == stated | {"group_size": 32}
+        assert all(set(encodings.registry()[n].config_keys) == {"quantization_config", "quantization"} for n in mine)
     else:
         assert list(made.values()) == [stated]
-        assert all(codecs.registry()[n].config_keys == ("quantization_config",) for n in mine)
+        assert all(encodings.registry()[n].config_keys == ("quantization_config",) for n in mine)
     if path.stem == "fp8":
-        partial = codecs.get("fp8").quantization_config(ConfigFacts((), ((160, 192),)))
+        partial = encodings.get("fp8").quantization_config(ConfigFacts((), ((160, 192),)))
         assert partial["activation_scheme"] == PARTIAL_BLOCKS and f"`{PARTIAL_BLOCKS}`" in text
 
 
-@pytest.mark.parametrize("name", sorted(codecs.registry()))
+@pytest.mark.parametrize("name", sorted(encodings.registry()))
 def test_who_may_load_it(name):
     text = section(page("container.md"), "### Who may load it")
     stated = json.loads(re.search(r"```json\n(.*?)```", text, re.S)[1])
-    codec, facts = codecs.get(name), ConfigFacts((), ((128, 128),))
+    codec, facts = encodings.get(name), ConfigFacts((), ((128, 128),))
     own = codec.quantization_config(facts)
     found = stated_config(codec, facts, loadable=False)
     assert found == stated | {k: v for k, v in (own or {}).items() if k != "quant_method"}
@@ -379,8 +379,8 @@ def test_who_may_load_it(name):
 
 
 def test_views_hold_every_stored_type():
-    for name in codecs.registry():
-        assert all(t.dtype in VIEWS for t in codecs.get(name).tensors(128, 128))
+    for name in encodings.registry():
+        assert all(t.dtype in VIEWS for t in encodings.get(name).tensors(128, 128))
 
 
 # -- errors.md ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layout import PARTS, tensor_name
@@ -58,7 +58,7 @@ def touch_everything(root: Path) -> None:
 def test_there_are_enough():
     assert len(ACCEPT) >= 12 and len(REJECT) >= 90
     twins = [load("accept", name) for name in ACCEPT]
-    assert {t["codec"] for t in twins} == set(codecs.registry()), "every codec has a vector"
+    assert {t["codec"] for t in twins} == set(encodings.registry()), "every codec has a vector"
     assert {t["codec"] for t in twins for x in t["layers"] if x["bias_dtype"]} >= {"bf16", "fp8"}
     assert {t["codec"] for t in twins if t["partial"]} >= {"int8", "q4"}
     assert sum(p.stat().st_size for p in VECTORS.rglob("*") if p.is_file()) < 1_300_000

@@ -18,7 +18,7 @@ from kits.quantised import Fp8Spec
 
 from pagestone.convert.plan import config_facts, config_with, stated_config
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.layout import PAGE
 from pagestone.formats.safetensors_header import build_header
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("dense")
     SPEC.write(root / "source")
     for codec in ("fp8", "int8"):
-        prepare(root / "source", root / codec, codecs.get(codec), workers=1)
+        prepare(root / "source", root / codec, encodings.get(codec), workers=1)
     return root
 
 

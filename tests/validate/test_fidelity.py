@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from kits.inference import TINY, Workshop, calm, command
 
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
 from pagestone.reader import host
 from pagestone.reader.text import open_tokenizer
@@ -39,7 +39,7 @@ def workshop(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Works
 
 
 @pytest.mark.parametrize("experts", host.EXPERTS)
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_every_codec(workshop: Workshop, codec: str, experts: str) -> None:
     """KL, top-1, perplexity and answers of each; bf16 with reference experts is the source itself, to the last bit."""
     request = fidelity.Request(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kits.inference import TINY, Workshop, calm, command, flip, pairwise, sequence
 
-from pagestone.formats import codecs, native
+from pagestone.formats import encodings, native
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
 from pagestone.reader import host
@@ -37,7 +37,7 @@ def libraries(oracle: Callable[[str], ModuleType]) -> None:
     calm()
 
 
-CODECS = sorted(codecs.registry())
+CODECS = sorted(encodings.registry())
 STEPS = 3
 
 

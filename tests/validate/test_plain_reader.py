@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS
@@ -53,20 +53,20 @@ def test_it_imports_nothing_of_ours():
     assert imported - set(sys.stdlib_module_names) == {"numpy", "xxhash"}
 
 
-ALL = [(name, {}) for name in sorted(codecs.registry())] + [("q3", {"group_size": 32}), ("q4", {"group_size": 32})]
+ALL = [(name, {}) for name in sorted(encodings.registry())] + [("q3", {"group_size": 32}), ("q4", {"group_size": 32})]
 
 
 @pytest.mark.parametrize(("codec", "parameters"), ALL)
 def test_it_agrees_with_our_reader(tiny, tmp_path, codec, parameters):
-    prepare(tiny, tmp_path / "out", codecs.get(codec, parameters), workers=2)
+    prepare(tiny, tmp_path / "out", encodings.get(codec, parameters), workers=2)
     agrees(tmp_path / "out")
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_it_agrees_on_biases(tmp_path, codec, dtype):
     make.write_source(tmp_path / "source", *make.gpt_oss(2, 128, 64, 5), dtype)
-    prepare(tmp_path / "source", tmp_path / "out", codecs.get(codec), workers=2)
+    prepare(tmp_path / "source", tmp_path / "out", encodings.get(codec), workers=2)
     assert agrees(tmp_path / "out") == 2 * 3
 
 
@@ -96,7 +96,7 @@ def agrees(root: Path) -> int:
 
 
 def test_its_codec_table_is_complete():
-    assert set(plain_reader.CODECS) == set(codecs.registry())
+    assert set(plain_reader.CODECS) == set(encodings.registry())
 
 
 def test_it_exits_1_and_prints_no_traceback(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 from kits.sectors import bad_disks
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
 from pagestone.reader.container import open_container
 from pagestone.validate.findings import Finding
@@ -74,18 +74,18 @@ def slot_offset(root: Path, expert: int, part: str, role: str) -> int:
 # -- nothing found where nothing is wrong ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_no_false_alarm(tiny, tmp_path, codec):
     workers = 3 if codec == "int8" else 1
-    prepare(tiny, tmp_path / "out", codecs.get(codec), workers=2)
+    prepare(tiny, tmp_path / "out", encodings.get(codec), workers=2)
     report = verify(tmp_path / "out", source=tiny, workers=workers)
     assert report.findings == []
     assert report.counts["experts"] == report.counts["experts compared with the source"] == 80
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_no_false_alarm_on_a_part(tiny, tmp_path, codec):
-    prepare(tiny, tmp_path / "out", codecs.get(codec), workers=2, layers=(1, 3))
+    prepare(tiny, tmp_path / "out", encodings.get(codec), workers=2, layers=(1, 3))
     report = verify(tmp_path / "out", source=tiny)
     assert report.findings == [] and report.counts["layers"] == 2
 

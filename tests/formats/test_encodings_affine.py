@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from kits.oracles import oracle
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs import ConfigFacts
-from pagestone.formats.codecs.affine import mlx_rule, pack, search, unpack
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16, to_f32
+from pagestone.formats.encodings import ConfigFacts
+from pagestone.formats.encodings.affine import mlx_rule, pack, search, unpack
 from pagestone.formats.errors import LayoutError, NonFiniteError, RequestError
 
 F = np.float32
-CODECS = [codecs.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+CODECS = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
 EACH = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in CODECS]
 SPEC = Path(__file__).resolve().parents[2] / "specs" / "codecs" / "affine.md"
 
@@ -157,19 +157,19 @@ def test_golden_q3():
     # 0..7: MLX's rule hits the larger end: step -(7 / 7), edge 7, -7 steps to zero; scale -1, bias 7, codes 7 - w.
     weight = np.tile(np.arange(8.0), (2, 8))
     weight[1] = -weight[1] / 4  # |low| > |high|: step +0.25, edge -1.75, scale 0.25, bias -1.75
-    out, cost = encode(codecs.get("q3"), weight)
+    out, cost = encode(encodings.get("q3"), weight)
     assert out["scales"].tolist() == [[0xBF80], [0x3E80]]
     assert out["biases"].tolist() == [[0x40E0], [0xBFE0]]
     # 7 6 5 4 3 2 1 0, three bits each from the lowest up: 0b000001010011100101110111 = 0x053977, eight times over.
     assert out["codes"].view(np.uint8).tolist() == [[0x77, 0x39, 0x05] * 8] * 2
     assert out["codes"][0, 0] == 0x77053977
     assert cost.squared_error == 0
-    assert np.array_equal(codecs.get("q3").decode(out, 2, 64), weight)
+    assert np.array_equal(encodings.get("q3").decode(out, 2, 64), weight)
 
 
 def test_golden_q4():
     weight = np.tile(np.arange(16.0) - 8, (1, 4))  # |low| > |high|: step 1, edge -8, scale 1, bias -8, codes w + 8
-    out, cost = encode(codecs.get("q4"), weight)
+    out, cost = encode(encodings.get("q4"), weight)
     assert (out["scales"].tolist(), out["biases"].tolist()) == ([[0x3F80]], [[0xC100]])
     assert out["codes"].tolist() == [[0x76543210, 0xFEDCBA98] * 4]
     assert cost.squared_error == 0
@@ -180,7 +180,7 @@ def test_golden_where_another_start_wins():
     # bias 2.625; -1 gets code 7 and is off by 31 times 0.039. The plain range: bias -1 is exact, scale stored as
     # 0.51953125, and 2.625, code 7, is off by 0.01171875 once. No refit can do better: scales of BF16 there are 1/256
     # apart.
-    codec = codecs.get("q3", {"group_size": 32})
+    codec = encodings.get("q3", {"group_size": 32})
     out, cost = encode(codec, row_of(codec, [2.625], -1.0))
     assert (out["scales"].tolist(), out["biases"].tolist()) == ([[0x3F05]], [[0xBF80]])
     assert out["codes"].tolist() == [[7, 0, 0]]
@@ -247,7 +247,7 @@ def test_tensors(codec, columns):
         assert tensor.shape == (5, columns // codec.group_size)
     assert codec.sidecar(5) == ()
     assert codec.parameters == {"group_size": codec.group_size}
-    assert codecs.get(codec.name, codec.parameters) == codec
+    assert encodings.get(codec.name, codec.parameters) == codec
 
 
 @pytest.mark.parametrize("name", ["q3", "q4"])
@@ -257,7 +257,7 @@ def test_tensors(codec, columns):
      (64, 63, "int8"), (64, 4, "int8"), (32, 40, "int8"), (32, 33, "int8")],
 )  # fmt: skip
 def test_rows_that_are_no_multiple_of_the_group_are_refused(name, size, columns, remedy):
-    codec = codecs.get(name, {"group_size": size})
+    codec = encodings.get(name, {"group_size": size})
     with pytest.raises(LayoutError) as caught:
         codec.tensors(8, columns)
     text = str(caught.value)
@@ -268,8 +268,8 @@ def test_rows_that_are_no_multiple_of_the_group_are_refused(name, size, columns,
 def test_parameters_that_are_refused():
     for wrong in ({"group_size": 16}, {"group_size": 128}, {"group_size": "64"}, {"group_size": True}, {"bits": 3}):
         with pytest.raises(RequestError):
-            codecs.get("q3", wrong)
-    assert codecs.get("q3") == codecs.get("q3", {"group_size": 64}) != codecs.get("q4")
+            encodings.get("q3", wrong)
+    assert encodings.get("q3") == encodings.get("q3", {"group_size": 64}) != encodings.get("q4")
 
 
 # -- what is promised --------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_non_finite_is_counted_and_named(codec, value, text):
 
 
 def test_product_and_sum_are_rounded_separately():
-    codec = codecs.get("q4")
+    codec = encodings.get("q4")
     out = codec.allocate(1, 64)
     out["codes"][:] = 0x33333333
     scale, bias = 0x3F81, 0xC041  # 3 * 1.0078125 - 3.015625 cancels
@@ -387,7 +387,7 @@ def test_product_and_sum_are_rounded_separately():
 
 
 def test_problems_name_role_count_row_and_group():
-    codec = codecs.get("q4")
+    codec = encodings.get("q4")
     out, _ = encode(codec, np.ones((3, 128)))
     out["scales"][1, 1], out["scales"][2, 0], out["biases"][2, 1] = 0x7FC0, 0xFF80, 0x7F80
     scales, biases = codec.problems(out, 3, 128)
@@ -431,6 +431,6 @@ def examples():
 @pytest.mark.parametrize(("name", "parameters", "weights", "scales", "biases", "codes"), examples())
 def test_worked_examples(name, parameters, weights, scales, biases, codes):
     weight = np.array([[int(w, 16) for w in weights.split()]], np.uint16)
-    out, _ = encode(codecs.get(name, parameters), weight, "BF16")
+    out, _ = encode(encodings.get(name, parameters), weight, "BF16")
     for role, cell in (("scales", scales), ("biases", biases), ("codes", codes)):
         assert out[role].reshape(-1).tolist() == [int(w, 16) for w in cell.split()], role

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.oracles import oracle
 
-from pagestone.formats import codecs, native, stats
-from pagestone.formats.codecs import ConfigFacts
+from pagestone.formats import encodings, native, stats
 from pagestone.formats.dtypes import f32_to_bf16
+from pagestone.formats.encodings import ConfigFacts
 from pagestone.formats.errors import NonFiniteError, RequestError
 
-INT8 = codecs.get("int8")
+INT8 = encodings.get("int8")
 TINY = np.finfo(np.float32).smallest_normal
 
 
@@ -59,7 +59,7 @@ def test_tensors_and_sidecar():
     assert (sums.role, sums.suffix, sums.dtype, sums.shape) == ("row_sums", "row_sum", "I32", (3,))
     assert INT8.parameters == {}
     with pytest.raises(RequestError):
-        codecs.get("int8", {"block": 128})
+        encodings.get("int8", {"block": 128})
 
 
 @pytest.mark.parametrize("bits", [0x0001, 0x0080, 0x0100, 0x0200, 0x8100])

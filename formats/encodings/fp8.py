@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagestone.formats import products
-from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import E4M3_VALUES as VALUES
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.quantised import FP8, Form, Quantised

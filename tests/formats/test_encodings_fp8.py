@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.oracles import oracle
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs import ConfigFacts
-from pagestone.formats.codecs.fp8 import VALUES, to_e4m3
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings import ConfigFacts
+from pagestone.formats.encodings.fp8 import VALUES, to_e4m3
 from pagestone.formats.errors import NonFiniteError, RequestError
 
-FP8 = codecs.get("fp8")
-F32_SCALES = codecs.get("fp8", {"scale_dtype": "F32"})
+FP8 = encodings.get("fp8")
+F32_SCALES = encodings.get("fp8", {"scale_dtype": "F32"})
 TINY = np.finfo(np.float32).smallest_normal
 
 
@@ -155,10 +155,10 @@ def test_tensors_and_parameters():
     assert F32_SCALES.tensors(1, 1)[1].dtype == "F32"
     assert FP8.sidecar(4) == ()
     assert FP8.parameters == {"block": 128, "scale_dtype": "BF16"}
-    assert codecs.get("fp8", F32_SCALES.parameters) == F32_SCALES
+    assert encodings.get("fp8", F32_SCALES.parameters) == F32_SCALES
     for wrong in ({"block": 64}, {"block": "128"}, {"scale_dtype": "F16"}, {"group": 64}):
         with pytest.raises(RequestError):
-            codecs.get("fp8", wrong)
+            encodings.get("fp8", wrong)
 
 
 @pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN"), (np.inf, "Inf"), (-np.inf, "-Inf")])

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pagestone.formats import products
-from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.stats import error_and_norm, refuse_non_finite

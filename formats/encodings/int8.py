@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pagestone.formats import products
-from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.dtypes import F32, Array
+from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
 from pagestone.formats.quantised import INT8, Form, Quantised

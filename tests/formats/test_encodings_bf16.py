@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagestone.formats import codecs, native
-from pagestone.formats.codecs import ConfigFacts
+from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32
+from pagestone.formats.encodings import ConfigFacts
 from pagestone.formats.errors import NonFiniteError, RequestError
 
-BF16 = codecs.get("bf16")
+BF16 = encodings.get("bf16")
 SPEC = Path(__file__).resolve().parents[2] / "specs" / "codecs" / "bf16.md"
 
 
@@ -120,7 +120,7 @@ def test_tensors_parameters_and_config():
     assert BF16.lossless_from == ("BF16",)
     assert BF16.quantization_config(ConfigFacts((), ((3, 5),))) is None
     with pytest.raises(RequestError):
-        codecs.get("bf16", {"group_size": 64})
+        encodings.get("bf16", {"group_size": 64})
 
 
 def examples():

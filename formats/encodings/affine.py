@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagestone.formats import products
-from pagestone.formats.codecs import Codec, ConfigFacts, EncodeStats, Option, Stored
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
+from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Option, Stored
 from pagestone.formats.errors import LayoutError
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import MatrixTensor
