@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What takes hours and is run before a release: every family, every published size, every combination of streaming.
+# What takes hours and is run before a release: every family, every published size, every combination of streaming, long
+# fuzzing, the kernels under sanitizers.
 # Its report, with commit, machine and versions, is to be kept with the release. All steps run, whatever fails; the exit
 # code is 1 if one did.
 #

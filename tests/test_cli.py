@@ -131,7 +131,7 @@ def test_warnings_go_to_stderr(tmp_path):
 def test_quiet_without_a_terminal_and_a_bar_with_one(tmp_path):
     """No progress bar goes into a pipe; a terminal on stderr gets one with bytes and a rate, and stdout stays clean."""
     source = sparse_model(tmp_path / "s", layers=4)
-    plain = pagestone("prepare-int8", source, "-o", tmp_path / "o")
+    plain = pagestone("prepare-int8", T_BLOCK.write(tmp_path / "t"), "-o", tmp_path / "o")
     assert plain.returncode == 0 and plain.stderr == ""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
