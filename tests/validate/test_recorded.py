@@ -182,8 +182,8 @@ EVENT = {"prompt": 0, "step": 0, "layer": 0, "what": "expert", "expert": 3, "dig
         ([EVENT | {"what": "routing", "expert": None}], "digest"),
         ([EVENT | {"prompt": 1}, EVENT], "line 2: a step of the audit"),
         ([EVENT] * (4 * 19 + 1), "at most 76 events"),
-        ([b'{"a":' * 100_000], "line 1|at most 1024"),
-        ([b" " * 100_000], "line 1|at most 1024"),
+        ([b'{"a":' * 100_000], "lines of at most 1024"),
+        ([b" " * 100_000], "lines of at most 1024"),
     ],
 )
 def test_lines(copied: Path, lines: list[Any], words: str) -> None:
