@@ -18,7 +18,7 @@ from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
-from pagestone.formats.strict_json import Config, load_object
+from pagestone.formats.strict_json import MAX_NODES, Config, load_object
 
 READING = "reading the source"
 CONFIG = "config.json"
@@ -68,7 +68,9 @@ def load_json(path: Path, code: str, *, loose: bool = False) -> dict[str, Any]:
     `loose` takes what other programs take in a config: a key that stands twice, NaN and Infinity.
     """
     with machine_errors(path, READING):
-        return load_object(path, code=code, remedy="download the file again", twice=loose, constants=loose)
+        return load_object(
+            path, code=code, remedy="download the file again", twice=loose, constants=loose, most=MAX_NODES
+        )
 
 
 def _stamp(path: Path) -> Stamp:

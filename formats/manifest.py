@@ -15,7 +15,7 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS
 from pagestone.formats.parquet_pages import footer_bytes, row_groups, unfolded_bytes
-from pagestone.formats.strict_json import brief
+from pagestone.formats.strict_json import MAX_NODES, brief
 
 MANIFEST = "manifest.json"
 EXPERTS = "experts.parquet"
@@ -110,7 +110,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         return DataError(message, code=code, file=file, remedy=remedy)
 
     try:
-        table = strict_json.loads(raw, twice=True)  # what is not canonical is refused below, as such
+        table = strict_json.loads(raw, twice=True, most=MAX_NODES)  # what is not canonical is refused below, as such
         version = table["pagestone"]["spec_version"]
     except (ValueError, KeyError, TypeError):
         raise fail("a pagestone manifest expected, found something else", "E0301") from None

@@ -20,6 +20,8 @@ MAX_DIGITS = 100
 """Characters of a number. A float64 needs 25; the longest integer that is met in the wild is 10^30."""
 MAX_DEPTH = 64
 """Levels of objects and lists. Those of real files stay below ten."""
+MAX_NODES = 100_000
+"""The most objects and lists of a config or a manifest, brackets within texts counted: many times what there is."""
 MAX_LAYERS = 10_000
 """The most layers a config may state: fifty times what there is, and few enough to count through."""
 MAX_COUNT = 1_000_000_000
@@ -39,8 +41,8 @@ def brief(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
-def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False) -> Any:
-    """The value of a JSON text in UTF-8.
+def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False, most: int | None = None) -> Any:
+    """The value of a JSON text in UTF-8, of `most` objects and lists at most: nested ones take fifty times their text.
 
     `twice` takes an object with a key that stands twice, the last one counting, as other readers do; `constants` takes
     NaN and Infinity. Only files that other programs wrote for other programs need either.
@@ -50,6 +52,8 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False) -> 
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
+        if most is not None and text.count("[") + text.count("{") > most:
+            raise ValueError(f"more than {most} objects and lists")
         value = json.loads(
             text,
             parse_int=_integer,
@@ -71,7 +75,13 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False) -> 
 
 
 def load_object(
-    path: str | os.PathLike[str], *, code: str, remedy: str, twice: bool = False, constants: bool = False
+    path: str | os.PathLike[str],
+    *,
+    code: str,
+    remedy: str,
+    twice: bool = False,
+    constants: bool = False,
+    most: int | None = None,
 ) -> dict[str, Any]:
     """The JSON object that is a whole file, by `loads`; `DataError` with `code` and `remedy` if it is anything else.
 
@@ -79,7 +89,7 @@ def load_object(
     """
     raw = Path(path).read_bytes()
     try:
-        value = loads(raw, twice=twice, constants=constants)
+        value = loads(raw, twice=twice, constants=constants, most=most)
     except ValueError as error:
         raise DataError(f"JSON expected: {error}", code=code, file=path, remedy=remedy) from None
     if not isinstance(value, dict):

@@ -119,6 +119,22 @@ def test_scales_that_are_no_numbers_decode_without_a_warning(codec):
     assert np.isnan(values).all() == ("scales" in stored)
 
 
+def test_megabytes_of_lists_take_little_memory(bench):
+    """4 MB of lists within lists, in a config and in a manifest whose digests are right: refused before they unfold."""
+    lists = '"extra":[' + "[[[]]]," * 600_000 + "1]"
+    config = json.dumps(fuzz.SMALL.config())[:-1] + f",{lists}}}"
+    manifest = bench.container("int8") / "manifest.json"
+    source = manifest.read_text().replace('"source":{', f'"source":{{{lists},')
+    for path, text in ((bench.source / "config.json", config), (manifest, source)):
+        with fuzz._holding(path, text.encode()):
+            code, _ = (
+                fuzz.told("prepare-int8", bench.source, "--output", bench.root / "none", "--dry-run")
+                if path.name == "config.json"
+                else fuzz.told("inspect", path.parent)
+            )
+            assert code == 1
+
+
 NUMBERS = ("9" * 5000, "1e999", "NaN", "[" * 5000, "1.0", '"1"', "[1]", "true", "-1", str(10**99))
 
 

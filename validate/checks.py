@@ -282,7 +282,7 @@ def _config(root: Path) -> dict[str, Any] | None:
     """The object in config.json, or None if it holds something else."""
     try:
         with named(root / CONFIG):
-            config = strict_json.loads((root / CONFIG).read_bytes(), constants=True)
+            config = strict_json.loads((root / CONFIG).read_bytes(), constants=True, most=strict_json.MAX_NODES)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None

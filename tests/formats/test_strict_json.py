@@ -47,6 +47,16 @@ def test_taken():
     assert loads(b"1000000000000000019884624838656") == int(1e30)  # what tokenizers call without limit
 
 
+def test_no_more_than_so_many(tmp_path):
+    """Lists within lists take fifty times their text: files of a few megabytes are bounded by what they hold."""
+    assert loads(b'[[], {"a": []}]', most=4) == [[], {"a": []}]
+    with pytest.raises(ValueError, match="more than 3 objects and lists"):
+        loads(b'[[], {"a": []}]', most=3)
+    (tmp_path / "x.json").write_bytes(b'{"a": [[]]}')
+    with pytest.raises(DataError, match="more than 2"):
+        load_object(tmp_path / "x.json", code="E0407", remedy="r", most=2)
+
+
 def test_an_object_from_a_file(tmp_path):
     """The error names the file and carries the code and the remedy of the caller."""
     path = tmp_path / "x.json"
