@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import encode_expert
 from pagestone.convert.plan import Plan
@@ -198,7 +197,7 @@ class _Work:
 
 
 def _check(request: Request) -> _Work:
-    """Everything that can be refused, or read, before a model is loaded."""
+    """Everything that can be refused, or read, before a model is loaded; the source is opened next, by the encoder."""
     requests.number("--steps", request.steps, 0, MAX_COUNT)
     requests.number("--threads", request.threads, 0, 64)
     if request.audit is not None:
@@ -207,8 +206,6 @@ def _check(request: Request) -> _Work:
     container = requests.runnable(request.directory, request.experts, request.io, STREAMED, request.budget)
     vocabulary = host.vocabulary_of(container.path)
     if request.against is None:
-        if request.source is not None:
-            open_checkpoint(request.source)
         return _Work(container, _prompts(container, request, vocabulary), request.steps, None)
     if not request.against.is_file():
         raise RequestError(
