@@ -24,9 +24,10 @@ is_set_up() {
   [ -e "$SET_UP" ] && [ -z "$(find pyproject.toml constraints.txt formats/kernels -newer "$SET_UP" -print -quit)" ]
 }
 
+# Chained, because bash forgets `set -e` within a function whose result is asked for.
 style_and_types() {
-  "$VENV/bin/python" scripts/make_import_tree.py
-  "$VENV/bin/ruff" check .
-  "$VENV/bin/ruff" format --check --quiet .
-  "$VENV/bin/mypy"
+  "$VENV/bin/python" scripts/make_import_tree.py &&
+    "$VENV/bin/ruff" check . &&
+    "$VENV/bin/ruff" format --check --quiet . &&
+    "$VENV/bin/mypy"
 }

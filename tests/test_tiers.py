@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,26 @@ def test_scripts_are_whole(script: Path):
     assert sourced or ("set -euo pipefail" in text and os.access(script, os.X_OK))
     for path in re.findall(r"(?<![\w/$}])(?:\./)?((?:scripts|tests)/[\w./-]+\w)", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("broken", [None, "ruff", "pytest"])
+def test_the_long_checks_report(tmp_path, broken):
+    """All steps run whatever fails; the report has a row for each, and the exit code tells whether one failed."""
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("pagestone", "*.py"))
+    (tmp_path / "scripts" / "sanitize.sh").write_text("#!/usr/bin/env bash\necho sane\n")
+    for name in ("pip", "python", "ruff", "mypy", "pytest"):
+        (tools / name).write_text(f"#!/usr/bin/env bash\necho '{name} | done'\nexit {int(name == broken)}\n")
+        (tools / name).chmod(0o755)
+    env = {n: v for n, v in os.environ.items() if n != "VENV"} | {"PYTHON": sys.executable}
+    done = subprocess.run(["scripts/check_long.sh", "deep/r.md"], cwd=tmp_path, env=env, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    rows = [r.split(" | ") for r in (tmp_path / "deep" / "r.md").read_text().splitlines() if r.startswith("| ")][1:]
+    failed = [row[0] for row in rows if row[2] == "FAILED"]
+    assert len(rows) == 5 and {row[2] for row in rows} <= {"passed", "FAILED"}, done
+    assert done.returncode == bool(broken) and len(failed) == bool(broken), (failed, done)
+    assert broken is None or failed[0].startswith({"ruff": "| style", "pytest": "| all tests"}[broken])
 
 
 def test_what_contributing_names_exists():
