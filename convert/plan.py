@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,16 @@ from pagestone.convert.foreign import explained, refuse_foreign
 from pagestone.convert.scales import block_size, contradicted
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
+from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.dtypes import item_size
-from pagestone.formats.encodings import Codec, ConfigFacts
+from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import LayoutError, RequestError
 from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_name
-from pagestone.formats.layout import PAGE, PARTS, ExpertShape, record_layout, tensor_name
+from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST
-from pagestone.formats.quantised import KINDS
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
 from pagestone.formats.strict_json import brief
+from pagestone.formats.text import natural
 
 DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
@@ -136,12 +137,6 @@ class Plan:
             "fingerprint": self.checkpoint.fingerprint,
             "expert_dtypes": sorted({dtype for t in self.layers for dtype in t.source.dtypes}),
         }
-
-
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that orders numbers inside names by value, so that layer 10 comes after layer 2."""
-    words = re.split(r"([0-9]{1,18})", name)
-    return tuple((1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w)
 
 
 def make_plan(
@@ -392,54 +387,6 @@ def _dense_targets(checkpoint: Checkpoint, dense: list[DenseTensor], header_limi
 def _width(dtype: str) -> int:
     """Bytes an element must be aligned to; types narrower than a byte come last."""
     return 0 if dtype.startswith(("F4", "F6")) else item_size(dtype)
-
-
-def config_facts(
-    dense: Iterable[tuple[str, str, tuple[int, ...]]], shapes: Iterable[ExpertShape], part_names: tuple[str, str, str]
-) -> ConfigFacts:
-    """What codecs need for a `quantization_config`: from (name, dtype, shape) of the dense tensors, and experts."""
-    modules: set[str] = set()
-    matrices = {shape.matrix(part) for shape in shapes for part in PARTS}
-    for name, dtype, dims in dense:
-        if dtype == "F8_E4M3" and len(dims) == 2:
-            matrices.add((dims[0], dims[1]))  # dense codes that are kept need the same promises
-        if name.endswith(".weight") and len(dims) >= 2 and dtype not in KINDS:
-            module = name.removesuffix(".weight")
-            # transformers strips the nesting when it loads the text model alone: both spellings must match
-            modules |= {module, module.replace("model.language_model.", "model.", 1)}
-    return ConfigFacts(tuple(sorted(modules, key=natural)), tuple(sorted(matrices)), part_names)
-
-
-LOADABLE_BY = "loadable_by"
-"""Key of a `quantization_config` that says nobody but pagestone finds the experts."""
-
-
-def stated_config(codec: Codec, facts: ConfigFacts, loadable: bool) -> dict[str, Any] | None:
-    """The codec's `quantization_config`; for a container that is not `loadable` one at which transformers raises.
-
-    Where transformers does not know the experts' names, or where experts are left out, it would fill them with random
-    numbers and warn. A `quantization_config` without `quant_method` makes it raise (an unknown method does not).
-    """
-    stated = codec.quantization_config(facts)
-    if loadable:
-        return stated
-    rest = {key: value for key, value in (stated or {}).items() if key != "quant_method"}
-    return {LOADABLE_BY: "pagestone"} | rest
-
-
-def config_with(config: dict[str, Any], stated: dict[str, Any] | None, keys: Iterable[str]) -> dict[str, Any]:
-    """A config with this quantization_config under each of `keys`, at top level and in text_config, and no other."""
-    result = dict(config)
-    places = [result]
-    if isinstance(result.get("text_config"), dict):
-        result["text_config"] = dict(result["text_config"])
-        places.append(result["text_config"])
-    for place in places:
-        for key in ("quantization", "quantization_config", "compression_config"):
-            place.pop(key, None)
-        if stated is not None:
-            place |= dict.fromkeys(keys, stated)
-    return result
 
 
 def _config(

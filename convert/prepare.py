@@ -16,7 +16,7 @@ from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.journal import FinishedFile, file_digest
 from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, named, sync_directory
 from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
-from pagestone.convert.plan import Plan, check_paths, make_plan, natural
+from pagestone.convert.plan import Plan, check_paths, make_plan
 from pagestone.convert.publish import (
     JOURNAL,
     REPLACED,
@@ -43,6 +43,7 @@ from pagestone.formats.manifest import (
     Manifest,
     write_experts,
 )
+from pagestone.formats.text import natural
 
 SPARE = 16 << 20
 """Bytes asked for beyond the plan's: journal, directory entries, what the estimate of small files leaves out."""

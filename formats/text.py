@@ -6,6 +6,7 @@ clear it, change its direction of writing or forge a line. JSON output needs non
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _SHORT = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
@@ -29,6 +30,12 @@ def clipped(text: str, most: int = 5000) -> str:
 def shown_lines(lines: Iterable[object]) -> str:
     """Lines of our own making with foreign text in them, each through `shown`, joined by newlines."""
     return "\n".join(map(shown, lines))
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that orders numbers inside names by value, so that layer 10 comes after layer 2."""
+    words = re.split(r"([0-9]{1,18})", name)
+    return tuple((1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w)
 
 
 def _escape(character: str) -> str:

@@ -68,6 +68,13 @@ def test_only_native_knows_the_kernels():
     assert named == [ROOT / "formats" / "native.py"]
 
 
+def test_checks_ask_no_plan():
+    """What a container must be is for `formats` to say: only the comparison with a source plans."""
+    for name in ("checks", "verify", "dense", "findings"):
+        plans = [n for n, _, _ in imports(ROOT / "validate" / f"{name}.py") if n.startswith("pagestone.convert.plan")]
+        assert not plans, name
+
+
 def test_plain_reader_knows_nobody():
     """The second reader imports nothing of ours, so that it can only agree by the specification."""
     file = ROOT / "validate" / "plain_reader.py"

@@ -18,8 +18,8 @@ import numpy as np
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
 from pagestone.convert.machine import named
-from pagestone.convert.plan import config_facts, config_with, stated_config
 from pagestone.formats import encodings, strict_json
+from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec

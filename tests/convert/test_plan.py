@@ -17,10 +17,11 @@ from kits.cli import done
 from pagestone.convert import plan as planning
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.commands import parse_layers
-from pagestone.convert.plan import check_paths, make_plan, natural
+from pagestone.convert.plan import check_paths, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.text import natural
 from pagestone.validate.verify import verify
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_sparse.py"

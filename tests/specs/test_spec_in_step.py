@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
-from pagestone.convert.plan import DENSE_SHARD, config_with, stated_config
+from pagestone.convert.plan import DENSE_SHARD
 from pagestone.formats import encodings, layer_file, layout, manifest, safetensors_header
+from pagestone.formats.config import config_with, stated_config
 from pagestone.formats.digests import canonical_json, digest, layer_digest
 from pagestone.formats.dtypes import ITEM_BITS, VIEWS
 from pagestone.formats.encodings import ConfigFacts

@@ -16,9 +16,9 @@ import pytest
 from kits.families import Raw, read_tensors, write_tensors
 from kits.quantised import Fp8Spec
 
-from pagestone.convert.plan import config_facts, config_with, stated_config
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
+from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.layout import PAGE
 from pagestone.formats.safetensors_header import build_header
