@@ -6,7 +6,9 @@ reverse and refuses any file whose table of tensors is not exactly the one its m
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,16 @@ from pagestone.formats.layout import (
     layer_entries,
     record_layout,
 )
-from pagestone.formats.safetensors_header import MAX_HEADER, Header, TensorEntry, build_header, read_header
+from pagestone.formats.safetensors_header import (
+    MAX_HEADER,
+    Header,
+    TensorEntry,
+    build_header,
+    framed,
+    parse_header,
+    read_header,
+    read_text,
+)
 from pagestone.formats.strict_json import brief
 
 SPEC_VERSION = "1"
@@ -82,8 +93,40 @@ class LayerFile:
 
         Raises `LayoutError` for a header longer than `limit` bytes, and for what `record_layout` refuses.
         """
-        entries = layer_entries(record_layout(self.codec, self.shape), self.count, self.prefix, self.part_names)
-        return build_header(list(entries), self.metadata(), PAGE, limit)
+        text = b"".join(self._text())
+        return framed(text, self.count * len(record_layout(self.codec, self.shape).slots), PAGE, limit)
+
+    def _text(self) -> Iterator[bytes]:
+        """The JSON of the header in pieces: the metadata, then a piece an expert, then its end.
+
+        The same as `build_header` makes of `layer_entries`. One expert's entries are those of another but for numbers,
+        so no entry is made one by one: a large layer has thousands, and opening it compares them all.
+        """
+        record = record_layout(self.codec, self.shape)
+        yield b'{"__metadata__":' + _compact(self.metadata()).encode()
+        prefix, template = _compact(self.prefix)[1:-1].replace("%", "%%"), ""
+        for slot in record.slots:
+            part = "" if slot.part is None else self.part_names[PARTS.index(slot.part)] + "."
+            name = _compact(part + slot.suffix)[1:-1].replace("%", "%%")
+            template += f',"{prefix}.%d.{name}":{{"dtype":"{slot.dtype}","shape":{_compact(slot.shape)},'
+            template += '"data_offsets":[%d,%d]}'
+        spans = [(slot.offset, slot.offset + slot.nbytes) for slot in record.slots]
+        for expert in range(self.count):
+            base = expert * record.stride
+            yield (template % tuple(n for b, e in spans for n in (expert, base + b, base + e))).encode()
+        yield b"}"
+
+    def is_head(self, text: bytes) -> bool:
+        """Whether the bytes after a header's length are those that `head` makes; they are looked at one piece a time.
+
+        No more is made than there is to compare: a prefix and a count from a file may promise any amount.
+        """
+        at = 0
+        for piece in self._text():
+            if not text.startswith(piece, at):
+                return False
+            at += len(piece)
+        return text[at:] == b" " * (-(8 + at) % PAGE)
 
     def layout(self, data_start: int | None = None) -> LayerLayout:
         """Where the records lie; `data_start` as found in a file, or as `head` makes it."""
@@ -129,6 +172,11 @@ class LayerFile:
         return build_header(entries, self.sidecar_metadata(), PAGE, limit)
 
 
+def _compact(value: Any) -> str:
+    """JSON as headers have it."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def layer_file_name(block: str, layer: int, width: int = 2) -> str:
     """`layers-07.safetensors`, `mtp-00.safetensors`; numbers have at least two digits."""
     return f"{block}-{layer:0{max(2, width)}d}.safetensors"
@@ -139,9 +187,8 @@ def sidecar_name(layer_file: str) -> str:
     return layer_file.removesuffix(".safetensors") + ".rowsum.safetensors"
 
 
-def _described(header: Header, file: Path) -> LayerFile:
-    """The `LayerFile` that a header's metadata states; raises `DataError` where it is not understood."""
-    meta = header.metadata
+def _described(meta: Mapping[str, str], file: Path) -> LayerFile:
+    """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
 
     def fail(message: str) -> DataError:
         remedy = "the file was altered, or was written by a newer version: use that version, or convert again"
@@ -241,7 +288,12 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
     over, or a tensor of another type, shape or place than the metadata implies.
     """
     file = Path(path)
-    header = read_header(file)
+    text, size = read_text(file)
+    expected = _expected(text, size, file)
+    if expected is not None:
+        return expected
+    # what differs is told by looking at everything, strictly; other programs may also have written the same otherwise
+    header = parse_header(text, size, file)
     if f"{KEY}spec" not in header.metadata or f"{KEY}sidecar" in header.metadata:
         raise DataError(
             "a pagestone layer file expected, found another kind",
@@ -249,7 +301,7 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
             file=file,
             remedy="name a file of a container's layers",
         )
-    described = _described(header, file)
+    described = _described(header.metadata, file)
     layout = LayerLayout(record_layout(described.codec, described.shape), described.count, header.data_start)
     _aligned(header, file)
     if layout.file_size != header.file_size:  # before a table is made that could be larger than any memory
@@ -263,6 +315,34 @@ def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayou
     triples = layer_entries(layout.record, described.count, described.prefix, described.part_names)
     _check_table(header, _entries(triples, header.data_start), file)
     return described, layout
+
+
+FIRST = b'{"__metadata__":'
+METADATA = 1 << 16
+"""Bytes of a header in which our metadata end: they take one or two thousand."""
+
+
+def _expected(text: bytes, size: int, file: Path) -> tuple[LayerFile, LayerLayout] | None:
+    """What a layer file holds, if its header is to the byte the one we make of its metadata; None if not.
+
+    Such a header needs no parser: it is strict JSON, without hole or overlap, because `head` makes no other.
+    """
+    if not text.startswith(FIRST):
+        return None
+    try:
+        # lenient: what this reader takes and a strict one would not is not what `head` makes
+        meta, _ = _DECODER.raw_decode(text[len(FIRST) : METADATA].decode("utf-8", "replace"))
+        if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+            return None
+        described = _described(meta, file)
+        layout = LayerLayout(record_layout(described.codec, described.shape), described.count, 8 + len(text))
+        same = layout.file_size == size and described.is_head(text)
+    except (ValueError, RecursionError, DataError):  # the strict way says which, and where
+        return None
+    return (described, layout) if same else None
+
+
+_DECODER = json.JSONDecoder()
 
 
 def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, TensorEntry]:
@@ -279,7 +359,7 @@ def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, Te
             file=file,
             remedy="restore the file, or convert again",
         )
-    if _described(header, file) != layer:
+    if _described(header.metadata, file) != layer:
         raise DataError(
             "the sidecar belongs to another layer",
             code="E0226",

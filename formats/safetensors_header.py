@@ -65,6 +65,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises `DataError` (E02xx) for anything that is not a complete, hole-free safetensors file, naming the file, the
     tensor where there is one, what was expected and what was found. `OSError` passes through.
     """
+    return parse_header(*read_text(path), path)
+
+
+def read_text(path: str | os.PathLike[str]) -> tuple[bytes, int]:
+    """The bytes of a header after its length, unchecked, and the size of the file.
+
+    Raises `DataError` (E0201 to E0203) where there are none; `OSError` passes through.
+    """
     file = Path(path)
     with file.open("rb") as handle:
         size = os.fstat(handle.fileno()).st_size
@@ -85,8 +93,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
                 remedy=remedy,
             )
         handle.seek(8)
-        raw = handle.read(length)
-    return parse_header(raw, size, file)
+        return handle.read(length), size
 
 
 def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> Header:
@@ -165,10 +172,15 @@ def build_header(
     for name, dtype, shape, begin, end in entries:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    return framed(text, len(entries), alignment, limit)
+
+
+def framed(text: bytes, tensors: int, alignment: int, limit: int = MAX_HEADER) -> bytes:
+    """`build_header` of the JSON of so many tensors: its length before it, spaces after it."""
     text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > limit:
         raise LayoutError(
-            f"a header of at most {limit} bytes expected, {len(entries)} tensors take {len(text)}",
+            f"a header of at most {limit} bytes expected, {tensors} tensors take {len(text)}",
             code="E0610",
             remedy="give the tensors shorter names, or the layer fewer experts",
         )

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What opening a large container costs: CPU seconds to its first expert, and to the tables of all its layers.
+
+The container has the true shape of a 35-billion-parameter model, 40 layers of 256 experts, int8, in sparse files:
+opening reads headers, lengths and the manifest, and no record. Every measurement is a process of its own, and its
+seconds are counted from after the imports. With `--other`, import trees of other states of the project take turns with
+this one, because machines drift; each makes its own container.
+
+    scripts/bench_open.py --rounds 7 --other before=../before/build/import
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MAKE = """
+import sys
+from pathlib import Path
+from pagestone.formats import manifest
+try:
+    from pagestone.formats import encodings
+except ImportError:  # as they were called once
+    from pagestone.formats import codecs as encodings
+from pagestone.formats.digests import digest, layer_digest
+from pagestone.formats.layer_file import LayerFile, layer_file_name
+from pagestone.formats.layout import ExpertShape
+from pagestone.formats.manifest import FileDigest, LayerEntry, Manifest
+import pagestone.formats.layer_file as lf
+root, layers, experts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+root.mkdir()
+codec, entries, files = encodings.get("int8"), [], {}
+zero = None
+for n in range(layers):
+    prefix = f"model.language_model.layers.{n}.mlp.experts"
+    file = LayerFile(codec, "layers", n, prefix, ExpertShape(2048, 512), experts)
+    name, head = layer_file_name("layers", n), file.head()
+    zero = zero or digest(bytes(file.layout(len(head)).stride))
+    side = lf.sidecar_name(name)
+    for where, start, size in ((name, head, file.layout(len(head)).file_size),
+                               (side, file.sidecar_head(), len(file.sidecar_head()) + 4 * experts * 3072)):
+        with (root / where).open("wb") as handle:
+            handle.write(start)
+            handle.truncate(size)
+    files[name] = FileDigest((root / name).stat().st_size, layer_digest(head, [zero] * experts))
+    files[side] = FileDigest((root / side).stat().st_size, digest((root / side).read_bytes()))
+    entries.append(LayerEntry(name, "layers", n, experts, side))
+if hasattr(manifest, "RECORDS"):
+    (root / manifest.RECORDS).write_bytes(zero * layers * experts)
+    files[manifest.RECORDS] = FileDigest(16 * layers * experts, digest(zero * layers * experts))
+made = Manifest(codec.name, codec.parameters, False, None, {}, tuple(entries), files)
+(root / "manifest.json").write_bytes(made.to_bytes())
+"""
+OPEN = """
+import json, resource, sys, time
+from pagestone.reader.container import open_container
+import numpy
+what = sys.argv[2]
+begun, clock = time.process_time(), time.perf_counter()
+container = open_container(sys.argv[1])
+if what == "manifest":
+    pass
+elif what == "first expert":
+    container.layers[20].expert(3)
+else:
+    for layer in container.layers.values():
+        layer.file
+print(json.dumps({"cpu": time.process_time() - begun, "wall": time.perf_counter() - clock,
+                  "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                  "pyarrow": "pyarrow" in sys.modules}))
+"""
+WHAT = ("manifest", "first expert", "all layers")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((x.split(":")[1].strip() for x in lines if "model name" in x), platform.processor() or "?")
+    return {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),
+            "load": round(os.getloadavg()[0], 1)}  # fmt: skip
+
+
+def python(tree: str, code: str, *arguments: str) -> str:
+    """What a program prints that imports the project from `tree`."""
+    environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    """Parse the command line, measure, print a table as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--other", action="append", default=[], metavar="NAME=TREE", help="another import tree")
+    args = parser.parse_args()
+    own = next(p for p in sys.path if (Path(p) / "pagestone" / "formats").is_dir())
+    trees = {"this": own} | dict(word.split("=", 1) for word in args.other)
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {w: [] for w in WHAT} for name in trees}
+    with tempfile.TemporaryDirectory() as place:
+        for name, tree in trees.items():
+            python(tree, MAKE, f"{place}/{name}", str(args.layers), str(args.experts))
+        for _ in range(args.rounds):
+            for what in WHAT:
+                for name, tree in trees.items():
+                    found[name][what].append(json.loads(python(tree, OPEN, f"{place}/{name}", what)))
+    table = {
+        name: {
+            what: {
+                "cpu_s": round(statistics.median(r["cpu"] for r in runs), 4),
+                "least_cpu_s": round(min(r["cpu"] for r in runs), 4),
+                "peak_mib": round(max(r["peak_mib"] for r in runs), 1),
+            }
+            for what, runs in by_what.items()
+        }
+        for name, by_what in found.items()
+    }
+    print(json.dumps({"machine": machine(), "layers": args.layers, "experts": args.experts, **table}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
