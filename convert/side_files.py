@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagestone.convert.machine import machine_errors
-from pagestone.formats.manifest import TEMPLATE_SUFFIX, TEMPLATES
+from pagestone.formats.manifest import NAME_BYTES, TEMPLATE_SUFFIX, TEMPLATES
 from pagestone.formats.strict_json import loads
 
 SIDE_FILE_LIMIT = 64 << 20
@@ -73,8 +73,10 @@ class SideFile:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file's name can stand in a manifest and on a terminal: UTF-8, no control or formatting characters."""
-    return name.isprintable() and name not in ("", ".", "..") and "/" not in name
+    """Whether a file's name can stand in a manifest and on a terminal: UTF-8, no control or formatting characters, and
+    no longer than file systems take."""
+    plain = name.isprintable() and name not in ("", ".", "..") and "/" not in name
+    return plain and len(name.encode()) <= NAME_BYTES
 
 
 def folded(name: str) -> str:

@@ -212,12 +212,17 @@ def _manifest(table: Any) -> Manifest:
     )
 
 
+NAME_BYTES = 255
+"""The longest name that file systems take; asking for a longer one is an error of the system."""
+
+
 def _plain(name: str) -> bool:
     """Whether a name is that of a file in the container's own directory, other than the manifest, or of a template."""
     folder, slash, rest = name.rpartition("/")
     if slash:
         return folder == TEMPLATES and rest.endswith(TEMPLATE_SUFFIX) and _plain(rest)
-    return name not in ("", ".", "..", MANIFEST) and all(ord(c) >= 32 for c in name)
+    plain = name not in ("", ".", "..", MANIFEST) and all(ord(c) >= 32 for c in name)
+    return plain and len(name.encode()) <= NAME_BYTES
 
 
 LAYER_NAME = re.compile(r"(layers|mtp)-([0-9]{2,})(\.rowsum)?\.safetensors")

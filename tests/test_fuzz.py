@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from kits import fuzz, mutate
 from kits.fuzz import CASES, Bench, Fault, case, judged
 
+from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats import codecs
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.manifest import read_manifest
+from pagestone.reader.container import open_container
 from pagestone.validate.fidelity import read_questions
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "fuzz.py"
@@ -117,6 +119,22 @@ def test_scales_that_are_no_numbers_decode_without_a_warning(codec):
         values = maker.decode(stored, 128, 128)
         maker.matmul_definition(stored, np.full((1, 128), 0x3F80, np.uint16), 128, 128)
     assert np.isnan(values).all() == ("scales" in stored)
+
+
+def test_names_longer_than_file_systems_take(bench):
+    """A file of 256 bytes of name in an index or a manifest is refused by name, before the system is asked for it."""
+    index, manifest = bench.source / "model.safetensors.index.json", bench.container("int8") / "manifest.json"
+    for length, code in ((256, "E0406"), (255, "E0403"), (5000, "E0406")):
+        name = ("é" * (length // 2)).ljust((length + 1) // 2, "x")
+        assert len(name.encode()) == length
+        text = index.read_text().replace("model-00001-of-00002.safetensors", name, 1)
+        with fuzz._holding(index, text.encode()), pytest.raises(DataError) as caught:
+            open_checkpoint(bench.source)
+        assert caught.value.code == code
+        text = manifest.read_text().replace('"tokenizer_config.json":', f'"{name}":')
+        with fuzz._holding(manifest, fuzz._signed(text.encode(), whole=True)), pytest.raises(DataError) as caught:
+            open_container(bench.container("int8"))
+        assert caught.value.code == {"E0406": "E0306", "E0403": "E0332"}[code]
 
 
 def test_megabytes_of_lists_take_little_memory(bench):

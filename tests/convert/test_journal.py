@@ -9,7 +9,9 @@ import pytest
 from pagestone.convert.journal import FinishedFile, from_lines, to_line
 from pagestone.formats.digests import digest
 
-ENTRY = FinishedFile("layers-00.safetensors", 4096, "ab" * 16, ("cd" * 16,), ((0.0, 1.5),), {"passed": 2}, (1, 2, 3))
+ENTRY = FinishedFile(
+    "layers-00.safetensors", 4096, "ab" * 16, ("cd" * 16,), ((0.0, 1.5, 0.0, 1.5, 0.0, 1.5),), {"passed": 2}, (1, 2, 3)
+)
 JOB = b'{"job": 1}\n'
 
 
@@ -26,7 +28,8 @@ def test_what_was_written_is_read():
 WRONG = [
     {"name": 5}, {"name": ["a"]}, {"nbytes": "4096"}, {"nbytes": 4096.0}, {"nbytes": True}, {"xxh3": "ab"},
     {"xxh3": None}, {"xxh3": "AB" * 16}, {"records": "cd"}, {"records": [1]}, {"records": ["cd" * 15]},
-    {"stats": [[1]]}, {"stats": [1.0]}, {"stats": [["0"]]}, {"notes": []}, {"notes": {"a": "1"}}, {"stamp": [1, 2]},
+    {"stats": [[1] * 6]}, {"stats": [1.0]}, {"stats": [["0"] * 6]}, {"stats": [[0.0]]},
+    {"notes": []}, {"notes": {"a": "1"}}, {"stamp": [1, 2]},
     {"stamp": [1, 2, 3.0]}, {"stamp": {}}, {"stamp": [1, 2, 3, 4]},
 ]  # fmt: skip
 
