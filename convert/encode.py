@@ -11,7 +11,8 @@ from pagestone.convert.reading import LoadedMatrix
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec, EncodeStats
 from pagestone.formats.errors import DataError, NonFiniteError
-from pagestone.formats.layout import PARTS, RecordLayout
+from pagestone.formats.layer_file import Beside, beside_of
+from pagestone.formats.layout import BESIDE, BIAS, PARTS, RecordLayout
 
 DAMAGED = "the source is damaged: download it again, or ask its publisher; nothing was published"
 PASSED, REQUANTISED, ZERO_SCALES = "passed through", "requantised", "zero scales"
@@ -21,11 +22,18 @@ MATRIX_NOTES = (PASSED, REQUANTISED, ZERO_SCALES)
 
 @dataclass(slots=True)
 class EncodedExpert:
-    """What is known of an expert once its record is made: sidecar rows and statistics by part, and what happened."""
+    """What is known of an expert once its record is made: what lies beside it by part and role, statistics by part, and
+    what happened."""
 
-    row_sums: dict[str, Array] = field(default_factory=dict)
+    beside: dict[str, dict[str, Array]] = field(default_factory=dict)
     stats: dict[str, EncodeStats] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
+
+    def put_beside(self, arrays: Beside, expert: int) -> None:
+        """Copy what lies beside this expert's record to its rows of a sidecar's arrays."""
+        for part, found in self.beside.items():
+            for role, own in beside_of(arrays, expert, part).items():
+                own[...] = found[role]
 
 
 def encode_expert(
@@ -42,14 +50,18 @@ def encode_expert(
         out: dict[str, Array] = {}
         for slot in layout.of_part(part):
             raw = np.frombuffer(record[slot.offset : slot.offset + slot.nbytes], VIEWS[slot.dtype])
-            if slot.role == "bias":
+            if slot.role == BIAS:
                 assert matrix.bias is not None
                 _require_finite(matrix, slot.dtype)
                 raw[...] = matrix.bias  # the source's own bits
             else:
                 out[slot.role] = raw.reshape(slot.shape)
-        for tensor in codec.sidecar(matrix.array.shape[0]):
-            encoded.row_sums[part] = out[tensor.role] = np.empty(tensor.shape, VIEWS[tensor.dtype])
+        encoded.beside[part] = {
+            role.name: np.empty(role.shape, VIEWS[role.dtype])
+            for role in codec.roles(*matrix.array.shape)
+            if role.place == BESIDE
+        }
+        out |= encoded.beside[part]
         try:
             if matrix.quantised is None:
                 encoded.stats[part] = codec.encode(matrix.array, matrix.origin.tensor.dtype, out)

@@ -54,8 +54,8 @@ class LayerWriter:
         self._notes: Counter[str] = Counter()
         self._left = self.layout.count
         self._lock = threading.Lock()
-        self._sums: dict[str, Array] = {
-            name: np.zeros(shape, VIEWS[dtype]) for name, dtype, shape in target.file.sidecar_tensors()
+        self._beside: dict[tuple[str, str], Array] = {
+            (t.part, t.role): np.zeros(t.shape, VIEWS[t.dtype]) for t in target.file.sidecar_tensors()
         }
 
     def add(self, expert: int, record: memoryview, encoded: EncodedExpert) -> bool:
@@ -64,12 +64,7 @@ class LayerWriter:
         self._stats[expert] = tuple(
             v for p in PARTS for v in (encoded.stats[p].squared_error, encoded.stats[p].squared_norm)
         )
-        if self._sums:
-            gate_up, down = self._sums.values()
-            rows = encoded.row_sums["gate"].shape[0]
-            gate_up[expert, :rows] = encoded.row_sums["gate"]
-            gate_up[expert, rows:] = encoded.row_sums["up"]
-            down[expert] = encoded.row_sums["down"]
+        encoded.put_beside(self._beside, expert)
         self._file.write(record, self.layout.record_offset(expert))
         with self._lock:
             self._notes += encoded.notes
@@ -83,7 +78,7 @@ class LayerWriter:
             writer = StreamWriter(self._work.file(target.sidecar), target.sidecar_bytes, self._work.lacks)
             try:
                 writer.append(target.file.sidecar_head())
-                for array in self._sums.values():
+                for array in self._beside.values():
                     writer.append(array.data)
                 whole = writer.finish().hex()
                 self._work.record(FinishedFile(target.sidecar, target.sidecar_bytes, whole, stamp=writer.stamp))

@@ -329,13 +329,13 @@ def _layer_target(
     try:
         nbytes = file.layout(len(file.head(header_limit))).file_size
         sidecar = sidecar_name(name) if file.sidecar_tensors() else None
-        side_head = len(file.sidecar_head(header_limit)) if sidecar else 0
+        side_bytes = len(file.sidecar_head(header_limit)) if sidecar else 0
+        side_bytes += sum(tensor.nbytes for tensor in file.sidecar_tensors())
     except LayoutError as error:
         raise LayoutError(
             error.message, code=error.code, file=checkpoint.path, tensor=source.prefix, remedy=error.remedy
         ) from None
-    sums = 4 * source.count * sum(source.shape.matrix(p)[0] for p in PARTS)
-    return LayerTarget(name, file, source, nbytes, sidecar, side_head + sums if sidecar else 0)
+    return LayerTarget(name, file, source, nbytes, sidecar, side_bytes)
 
 
 def _dense_head(tensors: tuple[DenseTensor, ...], header_limit: int = MAX_HEADER) -> bytes:

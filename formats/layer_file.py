@@ -7,6 +7,7 @@ reverse and refuses any file whose table of tensors is not exactly the one its m
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ from typing import Any
 
 from pagestone.formats import encodings, strict_json
 from pagestone.formats.digests import canonical_json
+from pagestone.formats.dtypes import Array, item_size
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, LayoutError, RequestError
 from pagestone.formats.layout import (
+    BESIDE,
     PAGE,
     PART_NAMES,
     PARTS,
     ExpertShape,
     LayerLayout,
-    MatrixTensor,
+    checked_roles,
     layer_entries,
     record_layout,
 )
@@ -41,8 +44,8 @@ from pagestone.formats.strict_json import brief
 
 SPEC_VERSION = "1"
 KEY = "pagestone."
-SIDECAR_ROLE = "row_sums"
-"""Role of the one tensor of a matrix that a sidecar has room for."""
+PAIR = "gate_up"
+"""gate and up in one tensor, as they stand in a sidecar and in the reader's fused matrix."""
 BLOCKS = ("layers", "mtp")
 """What a layer file belongs to: the decoder, or the multi-token-prediction block."""
 
@@ -135,46 +138,77 @@ class LayerFile:
 
     # -- the sidecar ---------------------------------------------------------------------------------------------
 
-    def sidecar_tensors(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """(name, dtype, shape) of the sidecar's tensors: `<fused name>.<suffix>` [E, rows]; empty if none.
-
-        gate and up stand side by side in one tensor, as their rows do in a record. Raises `LayoutError` for a codec
-        with other sidecar tensors.
-        """
-        found = [self.codec.sidecar(self.shape.matrix(part)[0]) for part in PARTS]
-        if not any(found):
-            return ()
-        roles = [[t.role for t in tensors] for tensors in found]
-        if roles != [[SIDECAR_ROLE]] * len(PARTS):
-            raise LayoutError(
-                f"one sidecar tensor of each matrix expected, {SIDECAR_ROLE}, or none; found {roles}",
-                code="E0611",
-                remedy="mend the codec: a tensor no file has room for would be lost",
-            )
-        gate, up, down = (tensors[0] for tensors in found)
-        return (
-            (f"gate_up_proj.{gate.suffix}", gate.dtype, (self.count, gate.shape[0] + up.shape[0])),
-            (f"down_proj.{down.suffix}", down.dtype, (self.count, down.shape[0])),
-        )
+    def sidecar_tensors(self) -> tuple[SidecarTensor, ...]:
+        """What lies beside the records, role by role; empty if nothing does. Raises what `checked_roles` raises."""
+        roles = checked_roles(self.codec, self.shape)
+        found = []
+        for gate, up, down in zip(*(roles[part] for part in PARTS), strict=True):
+            if gate.place == BESIDE:
+                both = (self.count, gate.shape[0] + up.shape[0], *gate.shape[1:])
+                found += [
+                    SidecarTensor(PAIR, gate.name, f"gate_up_proj.{gate.suffix}", gate.dtype, both),
+                    SidecarTensor("down", down.name, f"down_proj.{down.suffix}", down.dtype, (self.count, *down.shape)),
+                ]
+        return tuple(found)
 
     def sidecar_metadata(self) -> dict[str, str]:
-        """The metadata of the sidecar: the layer's own without stride and offsets, and what kind of sidecar it is."""
+        """The metadata of the sidecar: the layer's own without stride and offsets, and what is in it."""
         meta = {k: v for k, v in self.metadata().items() if k not in (f"{KEY}offsets", f"{KEY}stride")}
-        return meta | {f"{KEY}sidecar": "row_sum"}
+        roles = checked_roles(self.codec, self.shape)["gate"]
+        return meta | {f"{KEY}sidecar": ",".join(role.suffix for role in roles if role.place == BESIDE)}
+
+    def sidecar_entries(self, start: int = 0) -> list[TensorEntry]:
+        """The table of the sidecar, its data beginning at `start`."""
+        entries, position = [], start
+        for tensor in self.sidecar_tensors():
+            entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, position, tensor.nbytes))
+            position += tensor.nbytes
+        return entries
 
     def sidecar_head(self, limit: int = MAX_HEADER) -> bytes:
         """All bytes of the sidecar file before its data, which begin at a multiple of 4096; see `head`."""
-        entries, position = [], 0
-        for name, dtype, shape in self.sidecar_tensors():
-            size = MatrixTensor("", "", dtype, shape).nbytes
-            entries.append((name, dtype, shape, position, position + size))
-            position += size
+        entries = [(e.name, e.dtype, e.shape, e.offset, e.offset + e.nbytes) for e in self.sidecar_entries()]
         return build_header(entries, self.sidecar_metadata(), PAGE, limit)
 
 
 def _compact(value: Any) -> str:
     """JSON as headers have it."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarTensor:
+    """One tensor of a sidecar: what lies beside the record of every expert, [experts, rows, ...].
+
+    `part` is "down" or "gate_up": these stand side by side in one tensor, as their rows do in a record. `role` is the
+    name of the role.
+    """
+
+    part: str
+    role: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * item_size(self.dtype)
+
+
+Beside = Mapping[tuple[str, str], Array]
+"""The arrays of a sidecar by part ("gate_up", "down") and role."""
+
+
+def beside_of(arrays: Beside, expert: int, part: str) -> dict[str, Array]:
+    """What a sidecar holds of one matrix, by role: views; `part` is one of `PARTS`, or "gate_up" for both."""
+    found = {}
+    for (place, role), array in arrays.items():
+        own = array[expert]
+        if place == part:
+            found[role] = own
+        elif place == PAIR and part in PARTS[:2]:
+            found[role] = own[len(own) // 2 * PARTS.index(part) :][: len(own) // 2]
+    return found
 
 
 def layer_file_name(block: str, layer: int, width: int = 2) -> str:
@@ -345,16 +379,16 @@ def _expected(text: bytes, size: int, file: Path) -> tuple[LayerFile, LayerLayou
 _DECODER = json.JSONDecoder()
 
 
-def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, TensorEntry]:
-    """The tensors of a layer's sidecar by name, once it is seen to belong to `layer`, whole, and to say no more.
+def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[tuple[str, str], TensorEntry]:
+    """A sidecar's tensors by part and role, once it is seen to belong to `layer`, whole, and to say no more.
 
     Raises `DataError` (E02xx). A sidecar is nobody's but ours: unlike a layer file it takes no key of others.
     """
     file = Path(path)
     header = read_header(file)
-    if header.metadata.get(f"{KEY}sidecar") != "row_sum":
+    if header.metadata.get(f"{KEY}sidecar") != layer.sidecar_metadata()[f"{KEY}sidecar"]:
         raise DataError(
-            "a row-sum sidecar expected, found another kind",
+            "this layer's sidecar expected, found another kind of file",
             code="E0220",
             file=file,
             remedy="restore the file, or convert again",
@@ -374,10 +408,6 @@ def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[str, Te
             remedy="another program rewrote this file: restore it, or convert again",
         )
     _aligned(header, file)
-    position, wanted = header.data_start, []
-    for name, dtype, shape in layer.sidecar_tensors():
-        size = MatrixTensor("", "", dtype, shape).nbytes
-        wanted.append(TensorEntry(name, dtype, shape, position, size))
-        position += size
+    wanted = layer.sidecar_entries(header.data_start)
     _check_table(header, wanted, file)
-    return {e.name: e for e in header.entries}
+    return {(t.part, t.role): entry for t, entry in zip(layer.sidecar_tensors(), wanted, strict=True)}

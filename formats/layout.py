@@ -1,4 +1,4 @@
-"""Where everything lies: records and layers as a pure function of codec, shapes and count (specs/container.md).
+"""Where everything lies: records and layers as a pure function of encoding, shapes and count (specs/container.md).
 
 Integers only. Writer, reader, verify and the spec's test all call this module; nobody else adds offsets.
 """
@@ -16,13 +16,16 @@ from pagestone.formats.errors import LayoutError
 PAGE = 4096
 """Bytes: alignment of every record, and of the data section of every file we write."""
 CODES_END = 64
-"""Bytes: alignment of the first scale, so that any vector load of scales is aligned."""
+"""Bytes: alignment of what follows the codes, so that any vector load of scales is aligned."""
 PARTS = ("gate", "up", "down")
 """The three matrices of an expert, in the order in which they lie in a record."""
 PART_NAMES = ("gate_proj", "up_proj", "down_proj")
 """Their names where a family has none of its own."""
-ROLES = ("codes", "scales", "biases")
-"""Order of the tensors of a codec within a record: all codes, then all scales, then all (affine) biases."""
+CODES, BIAS, PADS = "codes", "bias", ("pad_a", "pad")
+"""The role every matrix has; that of an expert's own bias, which no encoding stores; the names of what is between."""
+RECORD, BESIDE = "record", "beside"
+PLACES = (RECORD, BESIDE)
+"""Where a stored tensor lies: in its expert's record, or in the layer's sidecar, which streaming can do without."""
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -31,17 +34,19 @@ def align_up(value: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixTensor:
+class Role:
     """One stored tensor of one matrix.
 
-    `role` is one of `ROLES`; `suffix` is appended to `<part>.` to make the tensor's name; `dtype` is the
-    safetensors name of its type.
+    `name` is what it is among the matrix's tensors ("codes", "scales", ...); `suffix` is appended to `<part>.` to make
+    the tensor's name; `dtype` is the safetensors name of its type; `place` is one of `PLACES`. The first axis of what
+    lies beside is the matrix's rows.
     """
 
-    role: str
+    name: str
     suffix: str
     dtype: str
     shape: tuple[int, ...]
+    place: str = RECORD
 
     @property
     def nbytes(self) -> int:
@@ -49,10 +54,10 @@ class MatrixTensor:
 
 
 class MatrixFormat(Protocol):
-    """What layout needs to know of a codec."""
+    """What layout needs to know of an encoding."""
 
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
-        """The stored tensors of a [rows, columns] matrix, one per role used, in the order of `ROLES`."""
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
+        """The stored tensors of a [rows, columns] matrix, codes first, in the order in which they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,8 @@ class ExpertShape:
 class Slot:
     """One tensor inside a record: `offset` and `nbytes` are bytes from the record's first byte.
 
-    `part` is None for the two pads; `role` is one of `ROLES`, "bias" (the expert's own), "pad_a" or "pad".
+    `part` is None for the two pads; `role` is the name of a role of the encoding, "bias" (the expert's own), "pad_a" or
+    "pad".
     """
 
     part: str | None
@@ -97,36 +103,50 @@ class RecordLayout:
     stride: int
 
     def slot(self, part: str, role: str) -> Slot:
-        """The slot of one part and role; KeyError if the codec stores no such tensor."""
+        """The slot of one part and role; KeyError if no such tensor is stored."""
         for slot in self.slots:
             if slot.part == part and slot.role == role:
                 return slot
         raise KeyError((part, role))
 
     def of_part(self, part: str) -> tuple[Slot, ...]:
-        """The slots of one part in order of offset: codes, scales, biases, bias, as far as they exist."""
+        """The slots of one part in order of offset: the encoding's roles in its order, then the expert's own bias."""
         return tuple(slot for slot in self.slots if slot.part == part)
 
 
-def _by_role(tensors: tuple[MatrixTensor, ...]) -> dict[str, MatrixTensor]:
-    """A matrix's tensors by role. What has no place in a record, or none of its own, would be lost: refused."""
-    roles = [t.role for t in tensors]
-    if "codes" not in roles or len(set(roles)) != len(roles) or not set(roles) <= set(ROLES):
-        raise LayoutError(
-            f"codes, and of {', '.join(ROLES[1:])} each at most once expected from a codec, found {', '.join(roles)}",
-            code="E0611",
-            remedy="mend the codec: a tensor no record has room for would be lost",
-        )
-    return {t.role: t for t in tensors}
+def checked_roles(encoding: MatrixFormat, shape: ExpertShape) -> dict[str, tuple[Role, ...]]:
+    """The roles of every part's matrix. What has no place, or not one of its own, would be lost: `LayoutError` (E0611).
 
-
-def record_layout(codec: MatrixFormat, shape: ExpertShape) -> RecordLayout:
-    """The record of one expert: codes, pad_a to 64, scales, biases, the expert's own biases, pad to 4096.
-
-    Pads are absent when empty; pad_a is also absent when nothing follows the codes. Raises `LayoutError` for a codec
-    whose tensors are not what `MatrixFormat` promises, and what the codec raises for a shape it cannot hold.
+    What lies beside is one tensor for gate and up, so its shape must begin with the matrix's rows.
     """
-    stored = {part: _by_role(codec.tensors(*shape.matrix(part))) for part in PARTS}
+    found = {part: encoding.roles(*shape.matrix(part)) for part in PARTS}
+    names = [role.name for role in found["gate"]]
+    for part, roles in found.items():
+        rows = shape.matrix(part)[0]
+        taken = [*(role.name for role in roles), BIAS, *PADS]
+        suffixes = [*(role.suffix for role in roles), BIAS, *PADS]
+        nowhere = [r for r in roles if r.place not in PLACES or (r.place == BESIDE and r.shape[:1] != (rows,))]
+        alike = taken[: len(roles)] == names and len({*taken}) == len(taken) and len({*suffixes}) == len(suffixes)
+        if alike and names[:1] == [CODES] and roles[0].place == RECORD and not nowhere:
+            continue
+        wrong = f", of which {nowhere[0].name} has no place ({nowhere[0].place})" if nowhere else ""
+        raise LayoutError(
+            f"codes in the record, then other roles, each once and with a place, expected from an encoding; "
+            f"found {', '.join(role.name for role in roles)} of {part}{wrong}",
+            code="E0611",
+            remedy="mend the encoding: a tensor no file has room for would be lost",
+        )
+    return found
+
+
+def record_layout(encoding: MatrixFormat, shape: ExpertShape) -> RecordLayout:
+    """The record of one expert: codes, pad_a to 64, the other roles in the encoding's order, the expert's own biases,
+    pad to 4096; of each role gate, up and down.
+
+    Pads are absent when empty; pad_a is also absent when no other role follows the codes. Raises `LayoutError` for an
+    encoding whose roles are not what `Role` promises, and what the encoding raises for a shape it cannot hold.
+    """
+    stored = checked_roles(encoding, shape)
     slots: list[Slot] = []
     offset = 0
 
@@ -136,19 +156,20 @@ def record_layout(codec: MatrixFormat, shape: ExpertShape) -> RecordLayout:
             slots.append(Slot(part, role, suffix, dtype, dims, offset, nbytes))
             offset += nbytes
 
-    for role in ROLES:
-        members = [(part, stored[part][role]) for part in PARTS if role in stored[part]]
-        if role == "scales" and members:
+    inside = [n for n, role in enumerate(stored["gate"]) if role.place == RECORD]
+    for number in inside:
+        if [number] == inside[1:2]:
             pad = align_up(offset, CODES_END) - offset
-            add(None, "pad_a", "pad_a", "U8", (pad,), pad)
-        for part, tensor in members:
-            add(part, role, tensor.suffix, tensor.dtype, tensor.shape, tensor.nbytes)
+            add(None, PADS[0], PADS[0], "U8", (pad,), pad)
+        for part in PARTS:
+            role = stored[part][number]
+            add(part, role.name, role.suffix, role.dtype, role.shape, role.nbytes)
     if shape.bias_dtype is not None:
         for part in PARTS:
             rows = shape.matrix(part)[0]
-            add(part, "bias", "bias", shape.bias_dtype, (rows,), rows * item_size(shape.bias_dtype))
+            add(part, BIAS, BIAS, shape.bias_dtype, (rows,), rows * item_size(shape.bias_dtype))
     pad = align_up(offset, PAGE) - offset
-    add(None, "pad", "pad", "U8", (pad,), pad)
+    add(None, PADS[1], PADS[1], "U8", (pad,), pad)
     return RecordLayout(shape, tuple(slots), offset)
 
 

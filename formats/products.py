@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
 from pagestone.formats.errors import NonFiniteError
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.layout import Role
 from pagestone.formats.stats import value_text
 
 LANES = 64
@@ -52,10 +52,10 @@ def expect_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> No
         raise ValueError(f"{name}: shape expected to be {list(expected)}, found {list(found)}")
 
 
-def expect_stored(stored: Mapping[str, Array], wanted: Sequence[MatrixTensor]) -> None:
+def expect_stored(stored: Mapping[str, Array], roles: Sequence[Role]) -> None:
     """Raises `ValueError` if a stored array has another shape than its tensor."""
-    for tensor in wanted:
-        expect_shape(tensor.role, stored[tensor.role].shape, tensor.shape)
+    for role in roles:
+        expect_shape(role.name, stored[role.name].shape, role.shape)
 
 
 @plainly

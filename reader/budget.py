@@ -7,10 +7,8 @@ read once when the container is opened. The default budget leaves room for both.
 
 from __future__ import annotations
 
-import math
 import re
 
-from pagestone.formats.dtypes import item_size
 from pagestone.formats.errors import RequestError
 from pagestone.formats.text import clipped
 from pagestone.reader.container import Container
@@ -59,8 +57,7 @@ def largest_record(container: Container) -> int:
 
 def row_sum_bytes(container: Container) -> int:
     """Bytes of the row sums of the decoder's layers: what native experts hold beside their budget."""
-    tensors = (t for x in container.layers.values() if x.entry.sidecar for t in x.file.sidecar_tensors())
-    return sum(math.prod(shape) * item_size(dtype) for _, dtype, shape in tensors)
+    return sum(t.nbytes for x in container.layers.values() if x.entry.sidecar for t in x.file.sidecar_tensors())
 
 
 def default_budget(container: Container, other_bytes: int) -> int:

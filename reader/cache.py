@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Protocol
 
 from pagestone.formats.errors import RequestError
-from pagestone.reader.container import Layer, View
+from pagestone.reader.container import Beside, Layer
 from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import private_buffer
 from pagestone.reader.leases import Counters, Lease, LeaseError, OpenLeases
@@ -49,8 +49,8 @@ class RecordReader(Protocol):
     def read(self, layer: Layer, expert: int, into: memoryview) -> None:
         """Fill `into` (the layer's stride, page-aligned); raises `DataError` or `MachineError` naming the expert."""
 
-    def row_sums(self, layer: Layer) -> Mapping[str, View] | None:
-        """The layer's sidecar, in memory already; None if there is none or it is not wanted."""
+    def beside(self, layer: Layer) -> Beside:
+        """The layer's sidecar, in memory already; nothing if there is none or it is not wanted."""
 
     def close(self) -> None:
         """Nothing more will be read."""
@@ -427,7 +427,7 @@ class _CacheStep:
             self.leases.open.remove(lease)
             self._return(buffer, nbytes, entry, kept)
 
-        lease = Lease(self._layer, expert, buffer, 0, done, self._cache._reader.row_sums(self._layer))
+        lease = Lease(self._layer, expert, buffer, 0, done, self._cache._reader.beside(self._layer))
         self.leases.open.append(lease)
         return lease
 

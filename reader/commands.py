@@ -271,7 +271,7 @@ def open_model(
     if io == "direct":
         dense = sum(e.nbytes for _, e in dense_entries(container).values())
         room = parse_size(budget) if budget is not None else default_budget(container, dense + sums)
-    store, notes = open_store(container, StoreOptions(io, room, threads, row_sums=experts == host.NATIVE, note=note))
+    store, notes = open_store(container, StoreOptions(io, room, threads, beside=experts == host.NATIVE, note=note))
     try:
         model = host.load(container, store, experts=experts)
     except BaseException:

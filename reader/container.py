@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.layer_file import BLOCKS, LayerFile, read_layer_file, read_sidecar
-from pagestone.formats.layout import PARTS, LayerLayout, Slot
+from pagestone.formats.layer_file import BLOCKS, PAIR, LayerFile, beside_of, read_layer_file, read_sidecar
+from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
 from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, no_container, read_manifest
 from pagestone.reader.errors import Closing, expert_number, layer_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
@@ -44,7 +44,7 @@ TORCH_NAMES = {
     "I64": "int64",
 }  # fmt: skip
 TALL = 4096
-"""No codec has blocks of more rows; see `_stacks`."""
+"""No encoding has blocks of more rows; see `_stacks`."""
 PIECE = 1 << 20
 """Bytes: side files are read in pieces of this size."""
 
@@ -99,41 +99,59 @@ def _base(array: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Matrix:
-    """One matrix [rows, columns] as its codec stores it: views by role; those a codec does not have are None.
+    """One matrix [rows, columns] as its codec stores it: `stored` are views by role, in the codec's order.
 
-    `scales` of a fused gate_up is None where no single grid describes both (fp8 with 128 not dividing the intermediate
-    size): take gate and up one by one there.
+    A role that no single tensor holds for a fused gate_up is left out of it (scales of fp8, with 128 not dividing the
+    intermediate size): take gate and up one by one there. `bias` is the expert's own.
     """
 
     codec: Codec
     rows: int
     columns: int
-    codes: View
-    scales: View | None = None
-    biases: View | None = None
-    row_sums: View | None = None
+    stored: Mapping[str, View]
     bias: View | None = None
 
     def __repr__(self) -> str:
-        views = {role: getattr(self, role) for role in ("codes", "scales", "biases", "row_sums", "bias")}
-        held = ", ".join(f"{role} {v.dtype} {list(v.shape)}" for role, v in views.items() if v is not None)
+        views = dict(self.stored) | ({} if self.bias is None else {BIAS: self.bias})
+        held = ", ".join(f"{role} {view.dtype} {list(view.shape)}" for role, view in views.items())
         return f"Matrix({self.codec.name} [{self.rows}, {self.columns}]: {held})"
+
+    @property
+    def codes(self) -> View:
+        return self.stored[CODES]
+
+    @property
+    def scales(self) -> View | None:
+        """None if the codec has none, or no single grid describes a fused gate_up; so for the others."""
+        return self.stored.get("scales")
+
+    @property
+    def biases(self) -> View | None:
+        return self.stored.get("biases")
+
+    @property
+    def row_sums(self) -> View | None:
+        return self.stored.get("row_sums")
 
     def decode(self) -> F32:
         """float32 [rows, columns]: the values the codes stand for (a new array)."""
-        return self.codec.decode(self._stored("codes", "scales", "biases"), self.rows, self.columns)
+        return self.codec.values(self._arrays(), self.rows, self.columns)
 
     def multiply(self, x: Array, *, out: Array | None = None, threads: int = 1) -> Array:
-        """x W^T [tokens, rows] straight from the codes, for tokens x [tokens, columns]: see `Codec.matmul`.
+        """x W^T [tokens, rows] straight from the codes, for tokens x [tokens, columns]: see `Multiplying.matmul`.
 
         int8 without row sums computes them from the codes first, every time.
         """
-        stored = self._stored("codes", "scales", "biases", "row_sums")
-        return self.codec.matmul(stored, x, self.rows, self.columns, out=out, threads=threads)
+        return self.codec.matmul(self._arrays(), x, self.rows, self.columns, out=out, threads=threads)
 
-    def _stored(self, *roles: str) -> dict[str, Array]:
-        views = {role: getattr(self, role) for role in roles}
-        return {role: view.array for role, view in views.items() if view is not None}
+    def _arrays(self) -> dict[str, Array]:
+        return {role: view.array for role, view in self.stored.items()}
+
+
+Beside = Mapping[tuple[str, str], View]
+"""A layer's sidecar by (part, role): ("gate_up", ...) [experts, 2 * intermediate, ...], ("down", ...) [experts, hidden,
+...]; empty where there is none, or it is not wanted."""
+NOTHING: Beside = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -154,9 +172,8 @@ class Expert:
 
     @property
     def inner(self) -> tuple[Matrix, ...]:
-        """What multiplies first: gate_up where one grid of scales describes both, else gate and up."""
-        whole = (self.gate.scales is None) == (self.gate_up.scales is None)
-        return (self.gate_up,) if whole else (self.gate, self.up)
+        """What multiplies first: gate_up where every role of it is one tensor, else gate and up."""
+        return (self.gate_up,) if self.gate.stored.keys() == self.gate_up.stored.keys() else (self.gate, self.up)
 
 
 def _map(path: Path) -> Array:
@@ -187,7 +204,7 @@ class Layer(Closing):
         """Let go of the maps; they stay while a view of them does. What the table said can still be asked."""
         super().close()
         self.__dict__.pop("_mapped", None)
-        self.__dict__.pop("row_sums", None)
+        self.__dict__.pop("beside", None)
 
     def __len__(self) -> int:
         """Number of experts."""
@@ -243,16 +260,16 @@ class Layer(Closing):
         return self._opened[1]
 
     @cached_property
-    def row_sums(self) -> Mapping[str, View] | None:
-        """The sidecar: "gate_up" [experts, 2 * intermediate] and "down" [experts, hidden], I32; None if none."""
+    def beside(self) -> Beside:
+        """Views of the sidecar by (part, role), see `Beside`: ("gate_up", "row_sums"), ("down", "row_sums") of int8."""
         self._check_open()
         if self.entry.sidecar is None:
-            return None
+            return NOTHING
         path = self._root / self.entry.sidecar
         file = self.file
         with MachineErrors(path, "reading"):
             entries = read_sidecar(path, file)
-        return sidecar_views(self, _map(path), entries)
+        return sidecar_views(_map(path), entries)
 
     # -- for engines -------------------------------------------------------------------------------------------------
 
@@ -268,7 +285,10 @@ class Layer(Closing):
 
     @property
     def offsets(self) -> dict[tuple[str, str], int]:
-        """Bytes from a record's start, by (part, role): ("gate", "codes"), ("down", "scales"), ..."""
+        """Bytes from a record's start, by (part, role): ("gate", "codes"), ("down", "scales"), ...
+
+        Roles are those of `Matrix.stored`; the header's metadata has the same offsets by tensor name.
+        """
         return {(s.part, s.role): s.offset for s in self.layout.record.slots if s.part is not None}
 
     # -- views -------------------------------------------------------------------------------------------------------
@@ -282,43 +302,45 @@ class Layer(Closing):
         self._check_open()
         number = expert_number(number, len(self), self.path)
         start = self.layout.record_offset(number)
-        return self.expert_in(self._mapped[start : start + self.stride], number, self.row_sums)
+        return self.expert_in(self._mapped[start : start + self.stride], number, self.beside)
 
-    def expert_in(self, record: Array, number: int, row_sums: Mapping[str, View] | None = None) -> Expert:
+    def expert_in(self, record: Array, number: int, beside: Beside = NOTHING) -> Expert:
         """Views of expert `number` in a copy of its record, uint8 [stride], wherever that copy lies.
 
-        Nothing is mapped. The matrices have row sums only if the sidecar's tensors are given as `row_sums`. Raises what
+        Nothing is mapped. The matrices have roles that lie beside only if the sidecar's tensors are given. Raises what
         `expert` does for numbers.
         """
         number = expert_number(number, len(self), self.path)
-        gate, up, down = (self._matrix(record, number, part, row_sums) for part in PARTS)
+        gate, up, down = (self._matrix(record, number, part, beside) for part in PARTS)
         whole = record[:]
         whole.flags.writeable = False
-        return Expert(number, gate, up, down, self._gate_up(record, number, row_sums), whole)
+        return Expert(number, gate, up, down, self._gate_up(record, number, beside), whole)
 
-    def _matrix(self, record: Array, number: int, part: str, row_sums: Mapping[str, View] | None) -> Matrix:
+    def _matrix(self, record: Array, number: int, part: str, beside: Beside) -> Matrix:
         views = {s.role: _slice(record, s.offset, s.nbytes, s.dtype, s.shape) for s in self.layout.record.of_part(part)}
-        rows, columns = self.file.shape.matrix(part)
-        sums = None
-        if row_sums is not None:
-            array = row_sums["down" if part == "down" else "gate_up"].array[number]
-            first = rows if part == "up" else 0
-            sums = View(array[first : first + rows], "I32")
-        return Matrix(self.file.codec, rows, columns, row_sums=sums, **views)
+        bias = views.pop(BIAS, None)
+        return Matrix(self.file.codec, *self.file.shape.matrix(part), views | _views_beside(beside, number, part), bias)
 
-    def _gate_up(self, record: Array, number: int, row_sums: Mapping[str, View] | None) -> Matrix:
+    def _gate_up(self, record: Array, number: int, beside: Beside) -> Matrix:
         """gate and up are never separated in a record, so one view covers both."""
         rows, columns = self.file.shape.matrix("gate")
-        tall = {t.role: t.shape for t in self.file.codec.tensors(TALL * rows, columns)}
-        views: dict[str, Any] = {}
+        tall = {r.name: r.shape for r in self.file.codec.in_record(TALL * rows, columns)}
+        views: dict[str, View] = {}
         gate = {s.role: s for s in self.layout.record.of_part("gate")}
         up = {s.role: s for s in self.layout.record.of_part("up")}
         for role, first in gate.items():
             if _stacks(first, up[role], tall.get(role, (TALL * rows,))):
                 shape = (first.shape[0] + up[role].shape[0], *first.shape[1:])
                 views[role] = _slice(record, first.offset, 2 * first.nbytes, first.dtype, shape)
-        sums = None if row_sums is None else View(row_sums["gate_up"].array[number], "I32")
-        return Matrix(self.file.codec, 2 * rows, columns, row_sums=sums, **views)
+        bias = views.pop(BIAS, None)
+        return Matrix(self.file.codec, 2 * rows, columns, views | _views_beside(beside, number, PAIR), bias)
+
+
+def _views_beside(beside: Beside, number: int, part: str) -> dict[str, View]:
+    """What lies beside of one matrix, or of gate and up in one."""
+    dtypes = {role: view.dtype for (_, role), view in beside.items()}
+    arrays = {key: view.array for key, view in beside.items()}
+    return {role: View(array, dtypes[role]) for role, array in beside_of(arrays, number, part).items()}
 
 
 def _stacks(gate: Slot, up: Slot, tall: tuple[int, ...]) -> bool:
@@ -331,13 +353,9 @@ def _stacks(gate: Slot, up: Slot, tall: tuple[int, ...]) -> bool:
     return adjacent and (TALL * gate.shape[0], *gate.shape[1:]) == tuple(tall)
 
 
-def sidecar_views(layer: Layer, base: Array, entries: Mapping[str, TensorEntry]) -> dict[str, View]:
-    """`Layer.row_sums` of a sidecar whose bytes are `base` (uint8) and whose checked tensors are `entries`."""
-    tensors = (entries[name] for name, _, _ in layer.file.sidecar_tensors())
-    return {
-        name: _slice(base, t.offset, t.nbytes, t.dtype, t.shape)
-        for name, t in zip(("gate_up", "down"), tensors, strict=True)
-    }
+def sidecar_views(base: Array, entries: Mapping[tuple[str, str], TensorEntry]) -> Beside:
+    """`Layer.beside` of a sidecar whose bytes are `base` (uint8) and whose checked tensors are `entries`."""
+    return {key: _slice(base, t.offset, t.nbytes, t.dtype, t.shape) for key, t in entries.items()}
 
 
 class Layers(dict[int, Layer]):

@@ -8,7 +8,7 @@ never outlive their lease. Breaking a rule is a `LeaseError`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import numpy as np
 
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
-from pagestone.reader.container import Expert, Layer, View
+from pagestone.reader.container import NOTHING, Beside, Expert, Layer
 from pagestone.reader.errors import expert_number
 
 
@@ -41,11 +41,11 @@ class Lease:
         memory: Any,
         offset: int,
         done: Callable[[Lease, bool], None],
-        row_sums: Mapping[str, View] | None = None,
+        beside: Beside = NOTHING,
     ) -> None:
         self.layer, self.number = layer, number
         self._root: Array | None = np.frombuffer(memory, np.uint8, layer.stride, offset)
-        self._expert: Expert | None = layer.expert_in(self._root, number, row_sums)
+        self._expert: Expert | None = layer.expert_in(self._root, number, beside)
         self._done: Callable[[Lease, bool], None] | None = done
 
     @property

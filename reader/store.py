@@ -28,7 +28,7 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import EXPERTS, read_experts
 from pagestone.reader.cache import ExpertCache
-from pagestone.reader.container import Container, Layer, View, sidecar_views
+from pagestone.reader.container import NOTHING, Beside, Container, Layer, sidecar_views
 from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import (
     READAHEAD,
@@ -138,18 +138,15 @@ class RecordDigests:
             )
 
 
-# -- row sums ---------------------------------------------------------------------------------------------------------
-
-RowSums = Mapping[str, View]
-"""A layer's sidecar: "gate_up" [experts, 2 * intermediate] and "down" [experts, hidden]."""
+# -- sidecars ---------------------------------------------------------------------------------------------------------
 
 
-def read_row_sums(container: Container, *, verify: bool = True) -> dict[int, RowSums]:
+def read_sidecars(container: Container, *, verify: bool = True) -> dict[int, Beside]:
     """Every sidecar in memory of its own, by layer; `DataError` (E1206) where a file is not what the manifest states.
 
     They are read through the page cache, which is asked to forget them.
     """
-    found: dict[int, RowSums] = {}
+    found: dict[int, Beside] = {}
     for number, layer in container.layers.items():
         name = layer.entry.sidecar
         if name is None:
@@ -162,12 +159,12 @@ def read_row_sums(container: Container, *, verify: bool = True) -> dict[int, Row
         known, have = container.manifest.files[name].xxh3, digest(data)
         if len(data) != container.manifest.files[name].nbytes or (verify and have != known):
             raise DataError(
-                f"xxh3 of the row sums expected {known.hex()}, found {have.hex()}",
+                f"xxh3 of the sidecar expected {known.hex()}, found {have.hex()}",
                 code="E1206",
                 file=path,
                 remedy=RESTORE,
             )
-        found[number] = sidecar_views(layer, np.frombuffer(data, np.uint8), entries)
+        found[number] = sidecar_views(np.frombuffer(data, np.uint8), entries)
     return found
 
 
@@ -183,13 +180,13 @@ class FileRecords:
         digests: RecordDigests | None,
         *,
         direct: bool = True,
-        row_sums: bool = True,
+        beside: bool = True,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`note` is told, once, if a file system that took direct reads refuses them later."""
         self._digests = digests
         self._note, self._told = note, threading.Lock()
-        self._row_sums = read_row_sums(container, verify=digests is not None) if row_sums else {}
+        self._beside = read_sidecars(container, verify=digests is not None) if beside else {}
         self._files: dict[int, DirectFile] = {}
         try:
             for number, layer in container.layers.items():
@@ -224,9 +221,9 @@ class FileRecords:
         if self._digests is not None:
             self._digests.check(layer, expert, into)
 
-    def row_sums(self, layer: Layer) -> RowSums | None:
+    def beside(self, layer: Layer) -> Beside:
         """The layer's sidecar as it was read when this was made."""
-        return self._row_sums.get(layer.entry.layer)
+        return self._beside.get(layer.entry.layer, NOTHING)
 
     def close(self) -> None:
         """Close every file."""
@@ -242,18 +239,18 @@ class _ViewStep:
         layer: Layer,
         wanted: Iterable[int],
         place: Callable[[int], tuple[Any, int]],
-        row_sums: RowSums | None,
+        beside: Beside,
         check_open: Callable[[], None],
     ) -> None:
         self.leases = OpenLeases(layer, wanted)
-        self._place, self._row_sums, self._check_open = place, row_sums, check_open
+        self._place, self._beside, self._check_open = place, beside, check_open
 
     def lease(self, expert: int) -> Lease:
         self._check_open()
         expert = self.leases.check(expert)
         memory, offset = self._place(expert)
         done = lambda lease, _: self.leases.open.remove(lease)  # noqa: E731
-        lease = Lease(self.leases.layer, expert, memory, offset, done, self._row_sums)
+        lease = Lease(self.leases.layer, expert, memory, offset, done, self._beside)
         self.leases.open.append(lease)
         return lease
 
@@ -271,14 +268,14 @@ class _ViewStep:
 class _ViewStore(Closing):
     """What `MappedStore` and `ResidentStore` share."""
 
-    def __init__(self, layers: dict[int, Layer], row_sums: Mapping[int, RowSums]) -> None:
-        self.layers, self._row_sums = layers, row_sums
+    def __init__(self, layers: dict[int, Layer], beside: Mapping[int, Beside]) -> None:
+        self.layers, self._beside = layers, beside
         self.counters = {number: Counters() for number in layers}
         self._steps: list[_ViewStep] = []
 
     def close(self) -> None:
         super().close()
-        self._row_sums = {}
+        self._beside = {}
         self._steps = [s for s in self._steps if s.leases.open]  # each holds on to what it may lease
 
     @property
@@ -293,7 +290,7 @@ class _ViewStore(Closing):
 
     def _begin(self, layer: int, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
         self._steps = [s for s in self._steps if s.leases.open]
-        step = _ViewStep(self.layers[layer], wanted, place, self._row_sums.get(layer), self._check_open)
+        step = _ViewStep(self.layers[layer], wanted, place, self._beside.get(layer, NOTHING), self._check_open)
         self._steps.append(step)
         return step
 
@@ -305,8 +302,8 @@ class MappedStore(_ViewStore):
     def mode(self) -> str:
         return "mmap"
 
-    def __init__(self, container: Container, *, row_sums: bool = True) -> None:
-        sums = {n: layer.row_sums for n, layer in container.layers.items()} if row_sums else {}
+    def __init__(self, container: Container, *, beside: bool = True) -> None:
+        sums = {n: layer.beside for n, layer in container.layers.items()} if beside else {}
         super().__init__(container.layers, {n: views for n, views in sums.items() if views is not None})
         self._maps: dict[int, mmap.mmap] = {}
         for number, layer in container.layers.items():
@@ -332,7 +329,7 @@ class MappedStore(_ViewStore):
 class ResidentStore(_ViewStore):
     """Every record in memory, read and checked at the start: what streaming is compared with.
 
-    `fill` puts one record into a buffer (and checks it); buffers are never written again. `row_sums`, by layer, must be
+    `fill` puts one record into a buffer (and checks it); buffers are never written again. `beside`, by layer, must be
     whole once all records are filled.
     """
 
@@ -344,9 +341,9 @@ class ResidentStore(_ViewStore):
         self,
         layers: dict[int, Layer],
         fill: Callable[[Layer, int, memoryview], None],
-        row_sums: Mapping[int, RowSums] | None = None,
+        beside: Mapping[int, Beside] | None = None,
     ) -> None:
-        super().__init__(layers, row_sums or {})
+        super().__init__(layers, beside or {})
         self._records: dict[tuple[int, int], mmap.mmap] = {}
         for number, layer in layers.items():
             for expert in range(len(layer)):
@@ -371,7 +368,7 @@ class ResidentStore(_ViewStore):
 class StoreOptions:
     """How experts are to be read. `budget` is bytes, for `direct` only; `verify` checks digests when reading.
 
-    `row_sums`: whether sidecars are wanted too; only native products use them. `note` is told what turns out later (a
+    `beside`: whether sidecars are wanted too; only native products use them. `note` is told what turns out later (a
     file system that refuses direct reads in the middle).
     """
 
@@ -379,7 +376,7 @@ class StoreOptions:
     budget: int | None = None
     threads: int = 2
     verify: bool = True
-    row_sums: bool = True
+    beside: bool = True
     note: Callable[[str], None] = lambda _: None
 
 
@@ -390,13 +387,13 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
             f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"
         )
     if options.io == "mmap":
-        return MappedStore(container, row_sums=options.row_sums), []
+        return MappedStore(container, beside=options.beside), []
     digests = RecordDigests(container) if options.verify else None
-    records = FileRecords(container, digests, row_sums=options.row_sums, note=options.note)
+    records = FileRecords(container, digests, beside=options.beside, note=options.note)
     notes = [] if records.mode == "direct" else [THROUGH_CACHE]
     try:
         if options.io == "resident":
-            sums = {n: views for n, x in container.layers.items() if (views := records.row_sums(x)) is not None}
+            sums = {n: views for n, x in container.layers.items() if (views := records.beside(x))}
             store = ResidentStore(container.layers, records.read, sums)
             records.close()
             return store, notes

@@ -67,17 +67,17 @@ def copies(codec: Codec, rows: int, columns: int, arena: Array) -> list[tuple[di
     weight = (np.random.default_rng(1).standard_normal((rows, columns)) * 0.02).astype(np.float32)
     stored = codec.allocate(rows, columns)
     codec.encode(f32_to_bf16(weight), "BF16", stored)
-    wanted = codec.tensors(rows, columns) + codec.sidecar(rows)
+    wanted = codec.roles(rows, columns)
     places, size = {}, 0
     for tensor in wanted:
-        places[tensor.role], size = size, align_up(size + stored[tensor.role].nbytes, 64)
+        places[tensor.name], size = size, align_up(size + stored[tensor.name].nbytes, 64)
     found = []
     for start in range(0, len(arena) - size + 1, align_up(size, 4096)):
         record, arrays = arena[start : start + size], {}
         for tensor in wanted:
-            at, source = places[tensor.role], stored[tensor.role]
-            arrays[tensor.role] = record[at : at + source.nbytes].view(VIEWS[tensor.dtype]).reshape(source.shape)
-            arrays[tensor.role][...] = source
+            at, source = places[tensor.name], stored[tensor.name]
+            arrays[tensor.name] = record[at : at + source.nbytes].view(VIEWS[tensor.dtype]).reshape(source.shape)
+            arrays[tensor.name][...] = source
         found.append((arrays, record))
     return found
 

@@ -116,7 +116,7 @@ def test_scales_that_are_no_numbers_decode_without_a_warning(codec):
         stored["scales"][:] = np.inf if stored["scales"].dtype == np.float32 else 0x7F80
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        values = maker.decode(stored, 128, 128)
+        values = maker.values(stored, 128, 128)
         maker.matmul_definition(stored, np.full((1, 128), 0x3F80, np.uint16), 128, 128)
     assert np.isnan(values).all() == ("scales" in stored)
 

@@ -24,8 +24,8 @@ from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
-from pagestone.formats.layer_file import LayerFile, read_layer_file, read_sidecar
-from pagestone.formats.layout import PAGE, PARTS, LayerLayout, layer_entries
+from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_layer_file, read_sidecar
+from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.strict_json import brief
@@ -38,13 +38,13 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenLayer:
-    """A layer file whose table was checked: what it says, where its records lie, its sidecar's arrays by name."""
+    """A layer file whose table was checked: what it says, where its records lie, its sidecar's arrays."""
 
     entry: LayerEntry
     path: Path
     file: LayerFile
     layout: LayerLayout
-    sums: dict[str, Array]
+    beside: Beside
 
 
 def read_exactly(path: Path, offset: int, nbytes: int) -> bytearray:
@@ -122,7 +122,7 @@ def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]
 
 
 def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
-    """A layer file with its table checked, without row sums; raises `DataError`, `OSError`."""
+    """A layer file with its table checked, without its sidecar; raises `DataError`, `OSError`."""
     path = root / entry.file
     file, layout = read_layer_file(path)
     stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
@@ -134,38 +134,34 @@ def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
     return OpenLayer(entry, path, file, layout, {})
 
 
-def row_sums(root: Path, layer: OpenLayer) -> dict[str, Array]:
-    """The arrays of a layer's sidecar by name, its table checked; empty if there is none. Raises as `open_layer`."""
+def beside(root: Path, layer: OpenLayer) -> Beside:
+    """The arrays of a layer's sidecar, its table checked; empty if there is none. Raises as `open_layer`."""
     if layer.entry.sidecar is None:
         return {}
-    side, sums = root / layer.entry.sidecar, {}
-    for name, tensor in read_sidecar(side, layer.file).items():
+    side, arrays = root / layer.entry.sidecar, {}
+    for key, tensor in read_sidecar(side, layer.file).items():
         raw = read_exactly(side, tensor.offset, tensor.nbytes)
-        sums[name] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
-    return sums
-
-
-def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> dict[str, Array]:
-    """The arrays of one matrix by role, row sums included, as views of its record."""
-    arrays = {
-        s.role: record[s.offset : s.offset + s.nbytes].view(VIEWS[s.dtype]).reshape(s.shape)
-        for s in layer.layout.record.of_part(part)
-        if s.role != "bias"
-    }
-    if layer.sums:
-        rows = layer.file.shape.matrix(part)[0]
-        gate_up, down = (layer.sums[name] for name, _, _ in layer.file.sidecar_tensors())
-        arrays["row_sums"] = down[expert] if part == "down" else gate_up[expert, rows * (part == "up") :][:rows]
+        arrays[key] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
     return arrays
 
 
+def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> dict[str, Array]:
+    """The arrays of one matrix by role, those beside included, as views of its record."""
+    arrays = {
+        s.role: record[s.offset : s.offset + s.nbytes].view(VIEWS[s.dtype]).reshape(s.shape)
+        for s in layer.layout.record.of_part(part)
+        if s.role != BIAS
+    }
+    return arrays | beside_of(layer.beside, expert, part)
+
+
 def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
-    """Codes, scales, row sums, biases and pads of one expert."""
+    """Everything stored of one expert, biases and pads too."""
     start, name = layer.layout.record_offset(expert), layer.entry.file
     for slot in layer.layout.record.slots:
         if slot.part is None and record[slot.offset : slot.offset + slot.nbytes].any():
             yield Finding(ERROR, "E1006", name, f"expert {expert} {slot.suffix}: zeros expected", start + slot.offset)
-        if slot.part is not None and slot.role == "bias":
+        if slot.part is not None and slot.role == BIAS:
             values = record[slot.offset : slot.offset + slot.nbytes].view(VIEWS[slot.dtype])
             bad = ~np.isfinite(to_f32(values, slot.dtype))
             if bad.any():
@@ -175,7 +171,7 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
     for part, part_name in zip(PARTS, layer.file.part_names, strict=True):
         arrays = stored_arrays(layer, record, expert, part)
         for sentence in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
-            offset = start + layer.layout.record.slot(part, "codes").offset
+            offset = start + layer.layout.record.slot(part, CODES).offset
             sidecar = f" (in {layer.entry.sidecar})" if sentence.startswith("row sums") else ""
             yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {sentence}{sidecar}", offset)
 
@@ -336,7 +332,7 @@ def _is_zero(layer: OpenLayer, expert: int, part: str) -> bool:
     start = layer.layout.record_offset(expert)
     record = np.frombuffer(read_exactly(layer.path, start, layer.layout.stride), np.uint8)
     arrays = stored_arrays(layer, record, expert, part)
-    return not layer.file.codec.decode(arrays, *layer.file.shape.matrix(part)).any()
+    return not layer.file.codec.values(arrays, *layer.file.shape.matrix(part)).any()
 
 
 def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
@@ -369,7 +365,7 @@ def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
     for expert in range(file.count):
         start = layout.record_offset(expert)
         for part, name in zip(PARTS, file.part_names, strict=True):
-            codes = layout.record.slot(part, "codes")
+            codes = layout.record.slot(part, CODES)
             scales = next((s for s in layout.record.of_part(part) if s.role == "scales"), None)
             yield (
                 layer.entry.file,

@@ -29,7 +29,7 @@ from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import host, inputs
 from pagestone.reader.budget import all_records, largest_record, size_text
-from pagestone.reader.container import Container, Layer, View
+from pagestone.reader.container import Beside, Container, Layer, View
 from pagestone.reader.dense import DenseTensors
 from pagestone.reader.files import MachineErrors
 from pagestone.reader.host import HostModel
@@ -101,12 +101,12 @@ def resident_model(
 ) -> HostModel:
     """The side that does not stream: every record in memory, its digest checked; or encoded from the source."""
     if source is None:
-        store, _ = open_store(container, StoreOptions("resident", row_sums=experts == host.NATIVE))
+        store, _ = open_store(container, StoreOptions("resident", beside=experts == host.NATIVE))
         return host.load(container, store, attention=attention, experts=experts)
     comparison = compare_with(source, container.manifest)
     try:
         fill = _Encoder(comparison.plan, comparison.files)
-        resident = ResidentStore(container.layers, fill.record, fill.row_sums)
+        resident = ResidentStore(container.layers, fill.record, fill.beside)
         return host.load(container, resident, attention=attention, dense=fill.dense(), experts=experts)
     finally:
         comparison.close()
@@ -118,7 +118,7 @@ class _Encoder:
     def __init__(self, plan: Plan, files: SourceFiles) -> None:
         self._plan, self._files = plan, files
         self._targets = {t.name: t for t in plan.layers}
-        self.row_sums: dict[int, dict[str, View]] = {}
+        self.beside: dict[int, Beside] = {}
         """Sidecars by layer, filled with the records."""
 
     def record(self, layer: Layer, expert: int, into: memoryview) -> None:
@@ -132,19 +132,15 @@ class _Encoder:
                 remedy="give the checkpoint that this container was made from",
             )
         matrices, _ = ExpertReader(self._files, ExpertReader.needed(target.source)).read(target.source, expert)
-        made = encode_expert(target.file.codec, layer.layout.record, matrices, into).row_sums
-        if made:
-            sums = self._sidecar(layer)
-            rows = len(made["gate"])
-            sums["gate_up"].array[expert, :rows], sums["gate_up"].array[expert, rows:] = made["gate"], made["up"]
-            sums["down"].array[expert] = made["down"]
+        made = encode_expert(target.file.codec, layer.layout.record, matrices, into)
+        made.put_beside({key: view.array for key, view in self._sidecar(layer).items()}, expert)
 
-    def _sidecar(self, layer: Layer) -> dict[str, View]:
-        tensors = zip(("gate_up", "down"), layer.file.sidecar_tensors(), strict=True)
-        if layer.entry.layer not in self.row_sums:
-            made = {part: View(np.zeros(shape, VIEWS[dtype]), dtype) for part, (_, dtype, shape) in tensors}
-            self.row_sums[layer.entry.layer] = made
-        return self.row_sums[layer.entry.layer]
+    def _sidecar(self, layer: Layer) -> Beside:
+        if layer.entry.layer not in self.beside:
+            self.beside[layer.entry.layer] = {
+                (t.part, t.role): View(np.zeros(t.shape, VIEWS[t.dtype]), t.dtype) for t in layer.file.sidecar_tensors()
+            }
+        return self.beside[layer.entry.layer]
 
     def dense(self) -> DenseTensors:
         """Every dense tensor of the container, from the source."""
@@ -274,7 +270,7 @@ def _streamed_model(container: Container, request: Request) -> HostModel:
     if request.io == "direct":
         budget = request.budget or max(largest_record(container), all_records(container) // SPREAD)
     store, _ = open_store(
-        container, StoreOptions(request.io, budget, request.threads, row_sums=request.experts == host.NATIVE)
+        container, StoreOptions(request.io, budget, request.threads, beside=request.experts == host.NATIVE)
     )
     try:
         return host.load(container, store, attention=request.attention, experts=request.experts)

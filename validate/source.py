@@ -17,6 +17,7 @@ from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
+from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
@@ -92,13 +93,12 @@ class Comparison:
             return [of_error(error, name)]
         self.requantised += encoded.notes[REQUANTISED]
         findings = list(self._bytes(layer, expert, record, np.frombuffer(again, np.uint8)))
-        if layer.sums:
-            rows = layer.file.shape.intermediate
-            gate_up, down = (layer.sums[n][expert] for n, _, _ in layer.file.sidecar_tensors())
-            for part, have in (("gate", gate_up[:rows]), ("up", gate_up[rows:]), ("down", down)):
-                for row in np.flatnonzero(have != encoded.row_sums[part])[:1]:
-                    want = encoded.row_sums[part][row]
-                    message = f"expert {expert} {part} row {row}: row sum {want} expected, found {have[row]}"
+        for part in PARTS:
+            for role, have in beside_of(layer.beside, expert, part).items():
+                want = encoded.beside[part][role]
+                for place in np.argwhere(have != want)[:1].tolist():
+                    at = tuple(place)
+                    message = f"expert {expert} {part} row {place[0]}: {role} {want[at]} expected, found {have[at]}"
                     findings.append(Finding(ERROR, "E1023", str(layer.entry.sidecar), message))
         for part in PARTS:
             recorded = self.statistics.get((name, expert, part))

@@ -95,7 +95,7 @@ def _tables(context: Context) -> Iterator[Finding]:
             yield of_error(error, entry.file)
             continue
         try:
-            layer = replace(layer, sums=checks.row_sums(context.root, layer))
+            layer = replace(layer, beside=checks.beside(context.root, layer))
         except (PagestoneError, OSError) as error:
             yield of_error(error, str(entry.sidecar))
         context.layers.append(layer)

@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Option, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Option, Stored
 from pagestone.formats.errors import LayoutError
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.layout import Role
 from pagestone.formats.stats import LANES, error_and_norm, refuse_non_finite
 
 GROUPS = (64, 32)
@@ -81,7 +81,7 @@ class Affine(Codec):
         """The largest code."""
         return np.float32((1 << self.bits) - 1)
 
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
         if columns % self.group_size:
             fits = [size for size in GROUPS if columns % size == 0]
             raise LayoutError(
@@ -91,9 +91,9 @@ class Affine(Codec):
             )
         grid = (rows, columns // self.group_size)
         return (
-            MatrixTensor("codes", "weight", "U32", (rows, columns * self.bits // 32)),
-            MatrixTensor("scales", "scales", "BF16", grid),
-            MatrixTensor("biases", "biases", "BF16", grid),
+            Role("codes", "weight", "U32", (rows, columns * self.bits // 32)),
+            Role("scales", "scales", "BF16", grid),
+            Role("biases", "biases", "BF16", grid),
         )
 
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -111,12 +111,12 @@ class Affine(Codec):
         out["codes"][...] = pack(codes.reshape(weight.shape), self.bits)
         out["scales"][...] = scales.reshape(out["scales"].shape)
         out["biases"][...] = biases.reshape(out["biases"].shape)
-        decoded = self.decode(out, *weight.shape)
+        decoded = self.values(out, *weight.shape)
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
 
     @plainly
-    def decode(self, stored: Stored, rows: int, columns: int) -> F32:
+    def values(self, stored: Stored, rows: int, columns: int) -> F32:
         codes = unpack(stored["codes"], columns, self.bits).reshape(rows, -1, self.group_size)
         scales, biases = (bf16_to_f32(stored[role])[:, :, None] for role in ("scales", "biases"))
         with np.errstate(over="ignore", invalid="ignore"):  # stored scales may be anything
@@ -125,7 +125,7 @@ class Affine(Codec):
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
-        products.expect_stored(stored, self.tensors(rows, columns))
+        products.expect_stored(stored, self.in_record(rows, columns))
         tokens, of_tokens = products.quantise(products.activations(x, columns))
         grouped = tokens.reshape(len(x), columns // self.group_size, self.group_size)
         codes = unpack(stored["codes"], columns, self.bits).reshape(rows, *grouped.shape[1:]).astype(np.float32)
@@ -269,4 +269,4 @@ def _best_pair(values: F32, levels: np.float32, unit: F32) -> tuple[F32, F32]:
     return best_scale, best_bias
 
 
-CODECS = (Q3, Q4)
+ENCODINGS = (Q3, Q4)

@@ -16,9 +16,9 @@ import numpy as np
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.layout import Role
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
 MAGNITUDE, INFINITE = 0x7FFF, 0x7F80
@@ -35,12 +35,8 @@ class Bf16(Codec):
     lossless_from: ClassVar[tuple[str, ...]] = ("BF16",)
     verb: ClassVar[str] = "rounded"
 
-    @property
-    def parameters(self) -> dict[str, int | str]:
-        return {}
-
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
-        return (MatrixTensor("codes", "weight", "BF16", (rows, columns)),)
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
+        return (Role("codes", "weight", "BF16", (rows, columns)),)
 
     @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
@@ -52,13 +48,13 @@ class Bf16(Codec):
         return EncodeStats(*error_and_norm(weight, decoded))
 
     @plainly
-    def decode(self, stored: Stored, rows: int, columns: int) -> F32:
+    def values(self, stored: Stored, rows: int, columns: int) -> F32:
         return bf16_to_f32(stored["codes"])
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
-        products.expect_stored(stored, self.tensors(rows, columns))
-        tokens, weight = products.activations(x, columns), self.decode(stored, rows, columns)
+        products.expect_stored(stored, self.in_record(rows, columns))
+        tokens, weight = products.activations(x, columns), self.values(stored, rows, columns)
         results = np.empty((len(x), rows), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for token, result in zip(tokens, results, strict=True):
@@ -80,4 +76,4 @@ class Bf16(Codec):
         return None
 
 
-CODECS = (Bf16,)
+ENCODINGS = (Bf16,)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from pagestone.formats import products
 from pagestone.formats.dtypes import E4M3_VALUES as VALUES
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.layout import Role
 from pagestone.formats.quantised import FP8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
@@ -69,11 +69,11 @@ class Fp8(Codec):
     def parameters(self) -> dict[str, int | str]:
         return {"block": self.block, "scale_dtype": self.scale_dtype}
 
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
         grid = (-(-rows // BLOCK), -(-columns // BLOCK))
         return (
-            MatrixTensor("codes", "weight", "F8_E4M3", (rows, columns)),
-            MatrixTensor("scales", "weight_scale_inv", self.scale_dtype, grid),
+            Role("codes", "weight", "F8_E4M3", (rows, columns)),
+            Role("scales", "weight_scale_inv", self.scale_dtype, grid),
         )
 
     @plainly
@@ -119,12 +119,12 @@ class Fp8(Codec):
         return True
 
     @plainly
-    def decode(self, stored: Stored, rows: int, columns: int) -> F32:
+    def values(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], _spread(self._scales(stored), rows, columns))
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
-        products.expect_stored(stored, self.tensors(rows, columns))
+        products.expect_stored(stored, self.in_record(rows, columns))
         tokens, scales = products.activations(x, columns), self._scales(stored)
         results = np.empty((len(x), rows), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -189,4 +189,4 @@ def _product(codes: Array, scales: F32) -> F32:
     return product
 
 
-CODECS = (Fp8,)
+ENCODINGS = (Fp8,)

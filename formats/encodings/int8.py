@@ -19,9 +19,9 @@ import numpy as np
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array
-from pagestone.formats.encodings import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import MatrixTensor
+from pagestone.formats.layout import BESIDE, Role
 from pagestone.formats.quantised import INT8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
@@ -31,25 +31,19 @@ SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 @dataclass(frozen=True, slots=True)
 class Int8(Codec):
-    """codes `weight` I8 [R, C], scales `weight_scale` F32 [R, 1], sidecar `row_sum` I32 [R]."""
+    """codes `weight` I8 [R, C], scales `weight_scale` F32 [R, 1], `row_sum` I32 [R] in the sidecar."""
 
     name: ClassVar[str] = "int8"
     encoder: ClassVar[str | None] = "encode_int8"
     multiplier: ClassVar[str | None] = "matmul_int8"
 
-    @property
-    def parameters(self) -> dict[str, int | str]:
-        return {}
-
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
         return (
-            MatrixTensor("codes", "weight", "I8", (rows, columns)),
-            MatrixTensor("scales", "weight_scale", "F32", (rows, 1)),
+            Role("codes", "weight", "I8", (rows, columns)),
+            Role("scales", "weight_scale", "F32", (rows, 1)),
+            # sums over the codes of each row: what a u8 x s8 product with activations + 128 has too much
+            Role("row_sums", "row_sum", "I32", (rows,), BESIDE),
         )
-
-    def sidecar(self, rows: int) -> tuple[MatrixTensor, ...]:
-        """Sums over the stored codes of each row: what a u8 x s8 product with activations + 128 has too much."""
-        return (MatrixTensor("row_sums", "row_sum", "I32", (rows,)),)
 
     @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
@@ -86,19 +80,19 @@ class Int8(Codec):
         return True
 
     @plainly
-    def decode(self, stored: Stored, rows: int, columns: int) -> F32:
+    def values(self, stored: Stored, rows: int, columns: int) -> F32:
         return _product(stored["codes"], stored["scales"])
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
-        products.expect_stored(stored, self.tensors(rows, columns))
+        products.expect_stored(stored, self.in_record(rows, columns))
         tokens, of_tokens = products.quantise(products.activations(x, columns))
         exact = tokens.astype(np.float64) @ stored["codes"].astype(np.float64).T  # integers below 2^53
         with np.errstate(over="ignore", invalid="ignore"):
             results = (exact.astype(np.float32) * of_tokens[:, None]) * stored["scales"].reshape(1, rows)
         return products.one_nan(results)
 
-    def matmul_arrays(self, stored: Stored) -> list[Array]:
+    def matmul_arrays(self, stored: Stored, rows: int, columns: int) -> list[Array]:
         codes = stored["codes"]
         sums = stored["row_sums"] if "row_sums" in stored else codes.sum(axis=1, dtype=np.int32)
         return [codes, stored["scales"], sums]
@@ -157,4 +151,4 @@ def _product(codes: Any, scales: Any) -> F32:
     return product
 
 
-CODECS = (Int8,)
+ENCODINGS = (Int8,)

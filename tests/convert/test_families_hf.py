@@ -43,10 +43,10 @@ def plan_of(root: Path, codec: str = "int8") -> Any:
 def stored_matrix(tensors: dict[str, Any], codec: Codec, name: str, rows: int, columns: int) -> dict[str, np.ndarray]:
     """The stored arrays of one matrix by role, found by the names and types the codec's convention prescribes."""
     found = {}
-    for t in codec.tensors(rows, columns):
+    for t in codec.in_record(rows, columns):
         dtype, shape, data = tensors[f"{name}.{t.suffix}"]
         assert (dtype, shape) == (t.dtype, t.shape), name
-        found[t.role] = np.frombuffer(data, VIEWS[dtype]).reshape(shape)
+        found[t.name] = np.frombuffer(data, VIEWS[dtype]).reshape(shape)
     return found
 
 
@@ -76,7 +76,7 @@ def test_container_holds_the_model(make: Make, tmp_path: Path, name: str, size: 
                 assert array.tobytes() == want[role].tobytes(), (matrix, role)
             if codec_name == "bf16":
                 assert np.array_equal(have["codes"], bits)
-            expected |= {f"{matrix}.{t.suffix}" for t in codec.tensors(rows, columns)}
+            expected |= {f"{matrix}.{t.suffix}" for t in codec.in_record(rows, columns)}
             if "row_sums" in want:
                 stem, first = ("down_proj", 0) if part == "down" else ("gate_up_proj", rows * (part == "up"))
                 row_sums = np.frombuffer(sums[f"{stem}.row_sum"][2], "<i4").reshape(source.size.experts, -1)

@@ -20,7 +20,7 @@ from pagestone.formats.encodings.bf16 import Bf16
 from pagestone.formats.encodings.int8 import Int8
 from pagestone.formats.errors import LayoutError
 from pagestone.formats.layer_file import LayerFile
-from pagestone.formats.layout import PAGE, ExpertShape, MatrixTensor
+from pagestone.formats.layout import BESIDE, PAGE, RECORD, ExpertShape, Role
 from pagestone.formats.safetensors_header import build_header
 from pagestone.validate import source as comparing
 from pagestone.validate.verify import verify
@@ -107,34 +107,44 @@ def test_the_limit_is_that_of_readers() -> None:
 class Odd(Bf16):
     """bf16 whose matrices are stored as tensors of these roles."""
 
-    roles: tuple[str, ...] = ("codes",)
+    named: tuple[str, ...] = ("codes",)
+    place: str = RECORD
 
-    def tensors(self, rows: int, columns: int) -> tuple[MatrixTensor, ...]:
-        (codes,) = super().tensors(rows, columns)
-        return tuple(replace(codes, role=role, suffix=f"t{n}") for n, role in enumerate(self.roles))
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
+        (codes,) = super().roles(rows, columns)
+        return tuple(replace(codes, name=r, suffix=f"t{n}", place=self.place) for n, r in enumerate(self.named))
 
 
 @dataclass(frozen=True)
-class OddSidecar(Int8):
-    """int8 with other sidecar tensors: two a matrix, of another role, or of some matrices only."""
+class OddBeside(Int8):
+    """int8 with other tensors beside: two of one role, of some matrices only, in another place or shape."""
 
-    roles: tuple[str, ...] = ("row_sums",)
+    named: tuple[str, ...] = ("row_sums",)
     rows_with: int | None = None
+    place: str = BESIDE
+    shape: tuple[int, ...] | None = None
+    suffix: str = "row_sum"
 
-    def sidecar(self, rows: int) -> tuple[MatrixTensor, ...]:
-        (sums,) = super().sidecar(rows)
-        return tuple(replace(sums, role=r) for r in self.roles) if self.rows_with in (None, rows) else ()
+    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
+        *others, sums = super().roles(rows, columns)
+        odd = replace(
+            sums, place=self.place, shape=sums.shape if self.shape is None else self.shape, suffix=self.suffix
+        )
+        found = tuple(replace(odd, name=r) for r in self.named) if self.rows_with in (None, rows) else ()
+        return (*others, *found)
 
 
 @pytest.mark.parametrize(
     "codec",
-    [Odd(roles=("codes", "zeros")), Odd(roles=("codes", "codes")), Odd(roles=("scales",)), Odd(roles=()),
-     Odd(roles=("codes", "bias")), OddSidecar(roles=("row_sums", "row_sums")), OddSidecar(roles=("zeros",)),
-     OddSidecar(rows_with=SPEC.hidden)],
+    [Odd(named=("codes", "codes")), Odd(named=("scales",)), Odd(named=("scales", "codes")), Odd(named=()),
+     Odd(named=("codes", "bias")), Odd(named=("codes", "pad")), Odd(place=BESIDE), Odd(place="elsewhere"),
+     OddBeside(named=("row_sums", "row_sums")), OddBeside(place="elsewhere"), OddBeside(place=""),
+     OddBeside(rows_with=SPEC.hidden), OddBeside(shape=(1,)), OddBeside(shape=()),
+     OddBeside(suffix="weight"), OddBeside(suffix="bias")],
     ids=str,
 )  # fmt: skip
 def test_a_codec_whose_tensors_have_no_room(tmp_path: Path, codec: encodings.Codec) -> None:
-    """A role that no record or sidecar holds, two tensors of one role, or none of codes: refused at the plan."""
+    """A role without a place, two tensors of one role or suffix, or none of codes: refused at the plan."""
     checkpoint = open_checkpoint(SPEC.write(tmp_path / "s"))
     with pytest.raises(LayoutError, match="E0611") as caught:
         make_plan(checkpoint, codec)
@@ -144,7 +154,13 @@ def test_a_codec_whose_tensors_have_no_room(tmp_path: Path, codec: encodings.Cod
 def test_the_kit_of_odd_codecs(tmp_path: Path) -> None:
     """Without what is odd they are codecs: the test above cannot pass for another reason."""
     checkpoint = open_checkpoint(SPEC.write(tmp_path / "s"))
-    for codec in (Odd(), Odd(roles=("codes", "biases")), OddSidecar()):
+    for codec in (
+        Odd(),
+        Odd(named=("codes", "zeros")),
+        OddBeside(),
+        OddBeside(named=("zeros",)),
+        OddBeside(place=RECORD),
+    ):
         plan = make_plan(checkpoint, codec)
         assert len(plan.layers) == 2
     x = np.ones((4, 4), np.float32)

@@ -107,12 +107,12 @@ def test_expert_parts_landed_right(tmp_path, codec):
             stored = {}
             rows, columns = spec.shape(part)
             for role, suffix, tensor in zip(
-                ("codes", "scales"), ("weight", SCALE[codec]), maker.tensors(rows, columns), strict=True
+                ("codes", "scales"), ("weight", SCALE[codec]), maker.in_record(rows, columns), strict=True
             ):
                 begin, end = table[f"{name}.{suffix}"]["data_offsets"]
                 kind = {"I8": "i1", "F32": "<f4", "F8_E4M3": "u1", "BF16": "<u2"}[tensor.dtype]
                 stored[role] = np.frombuffer(raw[start + begin : start + end], kind).reshape(tensor.shape)
-            decoded = maker.decode(stored, rows, columns)
+            decoded = maker.values(stored, rows, columns)
             wanted = spec.matrix(position, part, expert)
             if codec == "int8":  # column 0 is the largest of its row, and int8 keeps that exactly
                 assert spec.origin(float(decoded[7, 0])) == (position, part, expert, 7)
@@ -282,7 +282,7 @@ def test_experts_table_tells_the_truth(tiny, tmp_path):
         scales = np.frombuffer(raw[t["file"]], "<u2", offset=t["scales_offset"], count=t["scales_bytes"] // 2)
         grid = [-(-s // 128) for s in weight.shape]
         stored = {"codes": codes.reshape(weight.shape), "scales": scales.reshape(grid)}
-        decoded = encodings.get("fp8").decode(stored, *weight.shape)
+        decoded = encodings.get("fp8").values(stored, *weight.shape)
         exact = weight.astype(np.float64)
         assert t["squared_error"] == pytest.approx(((exact - decoded) ** 2).sum(), rel=1e-12)
         assert t["squared_norm"] == pytest.approx((exact**2).sum(), rel=1e-12)

@@ -68,9 +68,9 @@ def assert_defined(spec: Spec, out: Path, codec_name: str, values: Callable[[int
             rows, columns = spec.shape(part)
             want = codec.allocate(rows, columns)
             codec.encode_definition(values(expert, part), want)
-            for t in codec.tensors(rows, columns):
+            for t in codec.in_record(rows, columns):
                 dtype, have = stored(out, expert, part, t.suffix)
-                assert dtype == t.dtype and have.tobytes() == want[t.role].tobytes(), (expert, part, t.role)
+                assert dtype == t.dtype and have.tobytes() == want[t.name].tobytes(), (expert, part, t.name)
 
 
 def rules(plan: Plan, words: str) -> set[str]:
@@ -730,7 +730,7 @@ def test_made_by_compressed_tensors(
             np.frombuffer(out[n][2], d).reshape(out[n][1]) for n, d in ((name, "i1"), (f"{name}_scale", "<f4"))
         )
         kept = codes.tobytes() == tensors[name][2]
-        ours = codec.decode({"codes": codes, "scales": scales}, *codes.shape)
+        ours = codec.values({"codes": codes, "scales": scales}, *codes.shape)
         assert np.array_equal(ours, values) if kept else np.abs(ours - values).max() <= scales.max() / 2
         assert kept or b"\x80" in tensors[name][2]
 

@@ -164,7 +164,7 @@ def test_golden_q3():
     assert out["codes"].view(np.uint8).tolist() == [[0x77, 0x39, 0x05] * 8] * 2
     assert out["codes"][0, 0] == 0x77053977
     assert cost.squared_error == 0
-    assert np.array_equal(encodings.get("q3").decode(out, 2, 64), weight)
+    assert np.array_equal(encodings.get("q3").values(out, 2, 64), weight)
 
 
 def test_golden_q4():
@@ -216,7 +216,7 @@ def test_one_code_walked_through_a_stored_row(codec):
         group = slice(place // codec.group_size * codec.group_size, (place // codec.group_size + 1) * codec.group_size)
         odd = codes[place, group] != codes[place, group][(place + 1) % codec.group_size]
         assert np.flatnonzero(odd).tolist() == [place % codec.group_size]
-    assert np.array_equal(codec.decode(out, columns, columns) > 0, weight > 0)
+    assert np.array_equal(codec.values(out, columns, columns) > 0, weight > 0)
 
 
 def test_three_bit_codes_that_straddle_bytes():
@@ -239,13 +239,13 @@ def test_packing_is_invertible(bits, rows, words, seed):
 @pytest.mark.parametrize("columns", [64, 192, 2048, 7168])
 @pytest.mark.parametrize("codec", EACH)
 def test_tensors(codec, columns):
-    codes, scales, biases = codec.tensors(5, columns)
-    assert (codes.role, codes.suffix, codes.dtype) == ("codes", "weight", "U32")
+    codes, scales, biases = codec.in_record(5, columns)
+    assert (codes.name, codes.suffix, codes.dtype) == ("codes", "weight", "U32")
     assert codes.shape == (5, columns * codec.bits // 32)
     for tensor, name in ((scales, "scales"), (biases, "biases")):
-        assert (tensor.role, tensor.suffix, tensor.dtype) == (name, name, "BF16")
+        assert (tensor.name, tensor.suffix, tensor.dtype) == (name, name, "BF16")
         assert tensor.shape == (5, columns // codec.group_size)
-    assert codec.sidecar(5) == ()
+    assert codec.roles(5, 64) == codec.in_record(5, 64)
     assert codec.parameters == {"group_size": codec.group_size}
     assert encodings.get(codec.name, codec.parameters) == codec
 
@@ -259,7 +259,7 @@ def test_tensors(codec, columns):
 def test_rows_that_are_no_multiple_of_the_group_are_refused(name, size, columns, remedy):
     codec = encodings.get(name, {"group_size": size})
     with pytest.raises(LayoutError) as caught:
-        codec.tensors(8, columns)
+        codec.in_record(8, columns)
     text = str(caught.value)
     assert f"{name}: columns expected to be a multiple of the group size {size}, found {columns}" in text
     assert remedy in text
@@ -299,7 +299,7 @@ def test_never_worse_than_mlx_in_any_group(codec, kind):
     weight = to_f32(f32_to_bf16(weight.astype(F)), "BF16")
     out, _ = encode(codec, weight)
     exact = weight.astype(np.float64).reshape(-1, codec.group_size)
-    ours = ((codec.decode(out, *weight.shape).reshape(exact.shape) - exact) ** 2).sum(axis=1)
+    ours = ((codec.values(out, *weight.shape).reshape(exact.shape) - exact) ** 2).sum(axis=1)
     with np.errstate(all="ignore"):
         theirs = ((mlx_stored(weight, codec).astype(np.float64) - exact) ** 2).sum(axis=1)
     # Errors are compared in float32 by the encoder: a group may differ by that arithmetic's rounding, no more.
@@ -318,7 +318,7 @@ def test_magnitude_does_not_matter(codec):
         scale = bf16_to_f32(out["scales"]) * F(2.0**-power)
         wanted = bf16_to_f32(expected["scales"])
         same = (scale == wanted).all(axis=1)
-        errors = [(codec.decode(o, *weight.shape) * f - weight).astype(np.float64) ** 2
+        errors = [(codec.values(o, *weight.shape) * f - weight).astype(np.float64) ** 2
                   for o, f in ((out, F(2.0**-power)), (expected, F(1)))]  # fmt: skip
         worse = errors[0].sum(axis=1) / errors[1].sum(axis=1)
         assert (worse[~same] < 1.3).all() and np.array_equal(out["codes"][same], expected["codes"][same])
@@ -332,7 +332,7 @@ def test_groups_of_zeros(codec):
     out, _ = encode(codec, weight)
     assert out["scales"][0, 0] == 0x3F80 and out["scales"][1].tolist() == [0x3F80] * 2
     assert not out["biases"][1].any() and not out["codes"][1].any()
-    decoded = codec.decode(out, *weight.shape)
+    decoded = codec.values(out, *weight.shape)
     assert np.array_equal(decoded, weight) and not np.signbit(decoded).any()
     assert not list(codec.problems(out, *weight.shape))
 
@@ -342,7 +342,7 @@ def test_groups_of_zeros(codec):
 def test_constant_groups_of_bfloat16_are_exact(codec, value):
     weight = np.full((1, codec.group_size), bf16_to_f32(f32_to_bf16(np.array([value], F)))[0])
     out, cost = encode(codec, weight)
-    assert np.array_equal(codec.decode(out, *weight.shape), weight)
+    assert np.array_equal(codec.values(out, *weight.shape), weight)
     assert cost.squared_error == 0
 
 
@@ -358,7 +358,7 @@ def test_scales_are_never_zero_or_subnormal(codec):
 def test_near_the_largest_float(codec):
     fine = row_of(codec, [1.6e38, -1.6e38, 1e38])
     out, _ = encode(codec, fine)
-    assert np.isfinite(codec.decode(out, *fine.shape)).all()
+    assert np.isfinite(codec.values(out, *fine.shape)).all()
     too_wide = row_of(codec, [3.4e38, -3.4e38])  # largest code * scale is beyond float32
     with pytest.raises(NonFiniteError):
         encode(codec, too_wide)
@@ -381,9 +381,9 @@ def test_product_and_sum_are_rounded_separately():
     scale, bias = 0x3F81, 0xC041  # 3 * 1.0078125 - 3.015625 cancels
     out["scales"][:], out["biases"][:] = scale, bias
     expected = F(F(3) * F(1.0078125)) + F(-3.015625)
-    assert set(codec.decode(out, 1, 64).reshape(-1).tolist()) == {float(expected)}
+    assert set(codec.values(out, 1, 64).reshape(-1).tolist()) == {float(expected)}
     out["scales"][:], out["biases"][:] = 0x7F00, 0xFF00  # 3 * 2^127 is Inf before the bias could bring it back
-    assert np.isinf(codec.decode(out, 1, 64)).all()
+    assert np.isinf(codec.values(out, 1, 64)).all()
 
 
 def test_problems_name_role_count_row_and_group():

@@ -54,7 +54,7 @@ def test_every_finite_bfloat16_keeps_its_bits():
     out, cost = encode(finite, "BF16")
     assert out["codes"].tobytes() == finite.tobytes()
     assert cost.squared_error == 0
-    assert BF16.decode(out, *finite.shape).tobytes() == bf16_to_f32(finite).tobytes()
+    assert BF16.values(out, *finite.shape).tobytes() == bf16_to_f32(finite).tobytes()
     assert not list(BF16.problems(out, *finite.shape))
 
 
@@ -113,9 +113,9 @@ def test_problems_name_count_row_and_column():
 
 
 def test_tensors_parameters_and_config():
-    (codes,) = BF16.tensors(3, 5)
-    assert (codes.role, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "BF16", (3, 5))
-    assert BF16.sidecar(3) == ()
+    (codes,) = BF16.roles(3, 5)
+    assert (codes.name, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "BF16", (3, 5))
+    assert len(BF16.roles(3, 5)) == 1
     assert BF16.parameters == {}
     assert BF16.lossless_from == ("BF16",)
     assert BF16.quantization_config(ConfigFacts((), ((3, 5),))) is None
@@ -138,4 +138,4 @@ def test_worked_examples(weights, codes, decoded):
         return
     out, _ = encode(weight)
     assert out["codes"].tolist() == [[int(w, 16) for w in codes.split()]]
-    assert BF16.decode(out, *weight.shape).view(np.uint32).tolist() == [[int(w, 16) for w in decoded.split()]]
+    assert BF16.values(out, *weight.shape).view(np.uint32).tolist() == [[int(w, 16) for w in decoded.split()]]

@@ -95,7 +95,7 @@ def test_golden():
     out, cost = encode(weight)
     assert out["scales"].tolist() == [[0x3F80]]
     assert out["codes"].tolist() == [[0x7E, 0x58, 0x5A, 0x80], [0x00, 0x02, 0x81, 0x00], [0x08, 0x38, 0x38, 0x3A]]
-    decoded = FP8.decode(out, 3, 4)
+    decoded = FP8.values(out, 3, 4)
     assert decoded.tolist() == [[448, 16, 20, 0], [0, 2.0**-8, -(2.0**-9), 0], [2.0**-6, 1, 1, 1.25]]
     assert np.signbit(decoded[0, 3])
     assert cost.squared_error == 1 + 1 + 2.0**-20 + 2.0**-20 + 2 * 0.0625**2
@@ -149,11 +149,11 @@ def test_blocks_are_independent_and_edges_partial():
 
 
 def test_tensors_and_parameters():
-    codes, scales = FP8.tensors(129, 128)
-    assert (codes.role, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "F8_E4M3", (129, 128))
-    assert (scales.role, scales.suffix, scales.dtype, scales.shape) == ("scales", "weight_scale_inv", "BF16", (2, 1))
-    assert F32_SCALES.tensors(1, 1)[1].dtype == "F32"
-    assert FP8.sidecar(4) == ()
+    codes, scales = FP8.roles(129, 128)
+    assert (codes.name, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "F8_E4M3", (129, 128))
+    assert (scales.name, scales.suffix, scales.dtype, scales.shape) == ("scales", "weight_scale_inv", "BF16", (2, 1))
+    assert F32_SCALES.roles(1, 1)[1].dtype == "F32"
+    assert len(FP8.roles(4, 4)) == 2
     assert FP8.parameters == {"block": 128, "scale_dtype": "BF16"}
     assert encodings.get("fp8", F32_SCALES.parameters) == F32_SCALES
     for wrong in ({"block": 64}, {"block": "128"}, {"scale_dtype": "F16"}, {"group": 64}):
@@ -176,7 +176,7 @@ def test_the_largest_float_does_not_overflow(codec):
     for value in np.float32([most, np.nextafter(most, np.float32(0)), 3.38e38, 511 * 2.0**119, 510.5 * 2.0**119]):
         out, cost = encode([[value, -value]], codec)
         assert out["codes"].tolist() == [[0x7E, 0xFE]]
-        assert np.isfinite(codec.decode(out, 1, 2)).all()
+        assert np.isfinite(codec.values(out, 1, 2)).all()
         assert np.isfinite(cost.squared_error)
 
 

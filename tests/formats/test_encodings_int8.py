@@ -41,7 +41,7 @@ def test_golden():
     assert out["row_sums"].tolist() == [129, -123, 0]
     assert cost.squared_error == 5 * 0.25 + 3 * 0.0625
     assert cost.squared_norm == 16129 + 0.25 + 2.25 + 6.25 + 0.25 + 2.25 + 4032.25 + 1 + 0.0625 + 0.5625 + 0.0625
-    assert INT8.decode(out, 3, 6).tolist() == [[127, 0, 2, 2, 0, -2], [-63.5, 1, 0, 1, 0, 0], [0] * 6]
+    assert INT8.values(out, 3, 6).tolist() == [[127, 0, 2, 2, 0, -2], [-63.5, 1, 0, 1, 0, 0], [0] * 6]
     assert not list(INT8.problems(out, 3, 6))
 
 
@@ -52,11 +52,11 @@ def test_scale_and_quotient_are_float32_not_bfloat16():
 
 
 def test_tensors_and_sidecar():
-    codes, scales = INT8.tensors(3, 5)
-    assert (codes.role, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "I8", (3, 5))
-    assert (scales.role, scales.suffix, scales.dtype, scales.shape) == ("scales", "weight_scale", "F32", (3, 1))
-    (sums,) = INT8.sidecar(3)
-    assert (sums.role, sums.suffix, sums.dtype, sums.shape) == ("row_sums", "row_sum", "I32", (3,))
+    codes, scales, sums = INT8.roles(3, 5)
+    assert (codes.name, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "I8", (3, 5))
+    assert (scales.name, scales.suffix, scales.dtype, scales.shape) == ("scales", "weight_scale", "F32", (3, 1))
+    assert (sums.name, sums.suffix, sums.dtype, sums.shape) == ("row_sums", "row_sum", "I32", (3,))
+    assert [r.place for r in (codes, scales, sums)] == ["record", "record", "beside"]
     assert INT8.parameters == {}
     with pytest.raises(RequestError):
         encodings.get("int8", {"block": 128})
@@ -174,4 +174,4 @@ def test_compressed_tensors_understands_the_config_and_the_values():
     out = INT8.allocate(32, 48)
     INT8.encode(f32_to_bf16(weight), "BF16", out)
     theirs = dequantize(torch.from_numpy(out["codes"]), torch.from_numpy(out["scales"]), args=scheme.weights)
-    assert np.array_equal(theirs.numpy(), INT8.decode(out, 32, 48))
+    assert np.array_equal(theirs.numpy(), INT8.values(out, 32, 48))

@@ -52,7 +52,7 @@ def everything(codec_name: str, dtype: str) -> list[bytes]:
     x[0] &= np.uint16(0x807F)
     results = [codec.matmul(out, x, ROWS, COLUMNS), codec.matmul(out, x, ROWS, COLUMNS, threads=2)]
     results += [codec.matmul(out, x, ROWS, COLUMNS, out=np.empty((5, ROWS), kind)) for kind in (np.uint16, np.float16)]
-    results += [codec.matmul_definition(out, x, ROWS, COLUMNS), codec.decode(out, ROWS, COLUMNS)]
+    results += [codec.matmul_definition(out, x, ROWS, COLUMNS), codec.values(out, ROWS, COLUMNS)]
     texts = [repr((cost, again)), repr([*codec.problems(out, ROWS, COLUMNS)])]
     return [a.tobytes() for a in (*out.values(), *defined.values(), *results)] + [t.encode() for t in texts]
 

@@ -391,7 +391,7 @@ def test_the_definition_is_the_product(codec, oracle):
     torch = oracle("torch")
     rows, columns = 64, 2048
     stored, x = encoded(codec, rows, columns), normal(8, columns)
-    weight = codec.decode(stored, rows, columns).astype(np.float64)
+    weight = codec.values(stored, rows, columns).astype(np.float64)
     exact = torch.nn.functional.linear(torch.from_numpy(bf16_to_f32(x).astype(np.float64)), torch.from_numpy(weight))
     found = codec.matmul_definition(stored, x, rows, columns)
     error = np.linalg.norm(found - exact.numpy()) / np.linalg.norm(exact.numpy())
@@ -405,7 +405,7 @@ def test_activations_that_are_whole_cost_nothing(codec):
     stored = encoded(codec, rows, columns)
     x = np.random.default_rng(0).integers(-127, 128, (3, columns)).astype(np.float32)
     x[:, 0] = 127
-    exact = x.astype(np.float64) @ codec.decode(stored, rows, columns).astype(np.float64).T
+    exact = x.astype(np.float64) @ codec.values(stored, rows, columns).astype(np.float64).T
     found = codec.matmul_definition(stored, cast(x), rows, columns)
     assert np.abs(found - exact).max() <= 1e-5 * np.abs(exact).max()
 

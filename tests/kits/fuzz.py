@@ -46,7 +46,7 @@ from pagestone.formats.quantised import FP8, INT8, SCALE_DTYPES, Form, Quantised
 from pagestone.formats.safetensors_header import read_header
 from pagestone.reader.container import open_container
 from pagestone.reader.sampling import choose_sampling
-from pagestone.reader.store import RecordDigests, read_row_sums
+from pagestone.reader.store import RecordDigests, read_sidecars
 from pagestone.reader.text import end_tokens, read_config
 from pagestone.validate import audit as audits
 from pagestone.validate import plain_reader
@@ -287,7 +287,7 @@ def _touch(root: Path) -> None:
         expert = layer.expert(len(layer) - 1)
         for matrix in (expert.gate, expert.up, expert.down):
             matrix.decode()
-    read_row_sums(container)
+    read_sidecars(container)
     digests = RecordDigests(container)
     for layer in container.layers.values():
         digests.of(layer)
@@ -574,11 +574,11 @@ def _codes(bench: Bench, random: Random) -> None:
     rows, columns = pick(random, (1, 5, 129)), pick(random, (64, 192))
     bits = np.random.default_rng(random.randrange(2**32))
     stored = {}
-    for tensor in codec.tensors(rows, columns) + codec.sidecar(rows):
-        array = codec.allocate(rows, columns)[tensor.role]
-        stored[tensor.role] = np.frombuffer(bits.bytes(array.nbytes), array.dtype).reshape(array.shape)
+    for tensor in codec.in_record(rows, columns):
+        array = codec.allocate(rows, columns)[tensor.name]
+        stored[tensor.name] = np.frombuffer(bits.bytes(array.nbytes), array.dtype).reshape(array.shape)
     list(codec.problems(stored, rows, columns))
-    codec.decode(stored, rows, columns)
+    codec.values(stored, rows, columns)
     x = bits.integers(0, 0x7F80, (2, columns)).astype(np.uint16)
     results = []
     for isa in native.available():

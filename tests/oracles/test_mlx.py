@@ -76,7 +76,7 @@ def test_dequantize_gives_our_values(codec, isa):
     with native.forced(isa):
         out, _ = encode(codec, f32_to_bf16(weight))
     theirs = dequantized(mx.array(out["codes"]), bf16_array(out["scales"]), bf16_array(out["biases"]), codec)
-    assert theirs.tobytes() == codec.decode(out, *weight.shape).tobytes()
+    assert theirs.tobytes() == codec.values(out, *weight.shape).tobytes()
 
 
 @pytest.mark.parametrize("codec", EACH)
@@ -88,7 +88,7 @@ def test_dequantize_gives_our_values_of_any_stored_bits(codec):
         exponent = rng.integers(0x3000, 0x4400, out[role].shape)
         out[role][:] = exponent | rng.integers(0, 2, out[role].shape) << 15
     theirs = dequantized(mx.array(out["codes"]), bf16_array(out["scales"]), bf16_array(out["biases"]), codec)
-    assert np.array_equal(theirs, codec.decode(out, 16, 448))
+    assert np.array_equal(theirs, codec.values(out, 16, 448))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -124,7 +124,7 @@ def squared_errors(codec, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray, flo
     """Squared error of every group, ours and MLX's, in float64; and ours over the matrix as the encoder states it."""
     exact = bf16_to_f32(bits).astype(np.float64)
     out, cost = encode(codec, bits)
-    ours = codec.decode(out, *bits.shape)
+    ours = codec.values(out, *bits.shape)
     theirs = dequantized(*mx.quantize(bf16_array(bits), group_size=codec.group_size, bits=codec.bits), codec)
     by_group = [((d.astype(np.float64) - exact) ** 2).reshape(-1, codec.group_size).sum(axis=1) for d in (ours, theirs)]
     return by_group[0], by_group[1], cost.squared_error

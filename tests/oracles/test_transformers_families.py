@@ -65,10 +65,10 @@ def decoded(source: Built, out: Path, codec_name: str) -> dict[tuple[int, int, s
         for (expert, part), bits in matrices.items():
             stem = f"{source.model.prefix(block, layer)}.{expert}.{source.model.parts[PARTS.index(part)]}"
             stored = {}
-            for t in codec.tensors(*bits.shape):
+            for t in codec.in_record(*bits.shape):
                 dtype, shape, data = tensors[f"{stem}.{t.suffix}"]
-                stored[t.role] = np.frombuffer(data, VIEWS[dtype]).reshape(shape)
-            found[layer, expert, part] = torch.from_numpy(codec.decode(stored, *bits.shape)).to(torch.bfloat16)
+                stored[t.name] = np.frombuffer(data, VIEWS[dtype]).reshape(shape)
+            found[layer, expert, part] = torch.from_numpy(codec.values(stored, *bits.shape)).to(torch.bfloat16)
     return found
 
 

@@ -34,7 +34,7 @@ class FakeLayer:
     def __len__(self) -> int:
         return self.experts
 
-    def expert_in(self, record: Any, number: int, row_sums: Any) -> Any:
+    def expert_in(self, record: Any, number: int, beside: Any) -> Any:
         return SimpleNamespace(number=number, record=record[:])
 
 
@@ -69,8 +69,8 @@ class FakeReader:
             raise DataError("damaged", code="E1201", file=layer.path)
         into[len(into) // 2 :] = bytes([pattern(*key)]) * (len(into) - len(into) // 2)
 
-    def row_sums(self, layer: Any) -> None:
-        return None
+    def beside(self, layer: Any) -> dict[Any, Any]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -49,7 +49,7 @@ def converted(tiny, tmp_path_factory) -> dict[str, Path]:
 
 def roles_of(container) -> tuple[str, ...]:
     """What its codec stores of a matrix."""
-    return tuple(t.role for t in container.layers[0].file.codec.tensors(128, 256))
+    return tuple(t.name for t in container.layers[0].file.codec.in_record(128, 256))
 
 
 @pytest.fixture(params=sorted(encodings.registry()))
@@ -135,8 +135,8 @@ def test_gate_up_is_gate_then_up(container):
 
 def test_row_sums_are_views_of_the_sidecar(converted):
     layer = open_container(converted["int8"]).layers[0]
-    sums = layer.row_sums
-    assert sums is not None and sums["gate_up"].shape == (16, 256) and sums["down"].shape == (16, 256)
+    sums = {part: view for (part, role), view in layer.beside.items() if role == "row_sums"}
+    assert len(sums) == len(layer.beside) and sums["gate_up"].shape == (16, 256) and sums["down"].shape == (16, 256)
     expert = layer.expert(9)
     assert address(expert.gate_up.row_sums.array) == address(sums["gate_up"].array) + 9 * 256 * 4
     assert address(expert.up.row_sums.array) == address(expert.gate.row_sums.array) + 128 * 4
@@ -149,7 +149,7 @@ def test_row_sums_are_views_of_the_sidecar(converted):
 
 def test_fp8_has_no_row_sums(converted):
     layer = open_container(converted["fp8"]).layers[0]
-    assert layer.row_sums is None and layer.expert(0).gate.row_sums is None
+    assert layer.beside == {} and layer.expert(0).gate.row_sums is None
 
 
 def test_views_are_read_only(container):

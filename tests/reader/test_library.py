@@ -64,7 +64,7 @@ def test_what_is_no_number(container: Container, number: Any) -> None:
     layer = container.layers[1]
     record = layer.expert(1).record
     for ask in (
-        lambda: layer.expert(number), lambda: layer.expert_in(record, number, layer.row_sums),
+        lambda: layer.expert(number), lambda: layer.expert_in(record, number, layer.beside),
         lambda: container.layers[number], lambda: container.mtp[number],
     ):  # fmt: skip
         with pytest.raises(TypeError) as error:
@@ -140,13 +140,13 @@ def test_a_container_in_a_with_statement(workshop: Workshop) -> None:
     """Views outlive it, new ones are refused (E1270, a ValueError), and a store made from it goes on."""
     with open_container(workshop.container("int8")) as container:
         layer = container.layers[0]
-        expert, sums = layer.expert(3), layer.row_sums
+        expert, sums = layer.expert(3), layer.beside
         store = store_of(container, "direct")
         _ = container.layers[2].layout
         assert not container.closed
-    assert container.closed and layer.closed and expert.down.decode().any() and sums["down"].array.any()
+    assert container.closed and layer.closed and expert.down.decode().any() and sums["down", "row_sums"].array.any()
     for layer in (*container.layers.values(), *container.mtp.values()):
-        for ask in (lambda: layer.expert(3), lambda: layer.pointer, lambda: layer.row_sums, lambda: next(iter(layer))):  # noqa: B023
+        for ask in (lambda: layer.expert(3), lambda: layer.pointer, lambda: layer.beside, lambda: next(iter(layer))):  # noqa: B023
             with pytest.raises(ValueError, match="E1270") as error:
                 ask()
             typed(error.value, "E1270", ValueError)
@@ -169,7 +169,7 @@ def test_closing_lets_maps_go(workshop: Workshop) -> None:
     root = workshop.copy("int8", workshop.root / "maps")
     with open_container(root) as container:
         kept = container.layers[0].expert(0).gate.codes
-        seen: Any = container.layers[1].expert(0), container.layers[1].row_sums
+        seen: Any = container.layers[1].expert(0), container.layers[1].beside
         assert {"layers-00.safetensors", "layers-01.safetensors", "layers-01.rowsum.safetensors"} <= mapped()
     del seen
     assert mapped() == {"layers-00.safetensors"} and kept.array.any()
@@ -283,8 +283,8 @@ def test_a_fork_while_reads_are_under_way(container: Container) -> None:
                 assert gate.wait(20)
             real._reader.read(layer, expert, into)
 
-        def row_sums(self, layer: Any) -> None:
-            return None
+        def beside(self, layer: Any) -> dict[Any, Any]:
+            return {}
 
         def close(self) -> None:
             pass

@@ -399,7 +399,7 @@ READS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "manifest": ("manifest.json", open_container),
     "side file": ("config.json", open_to_run),
     "table of a layer": ("layers-01.safetensors", lambda root: open_container(root).layers[1].expert(0)),
-    "sidecar": ("layers-01.rowsum.safetensors", lambda root: open_container(root).layers[1].row_sums),
+    "sidecar": ("layers-01.rowsum.safetensors", lambda root: open_container(root).layers[1].beside),
     "sidecar of a store": ("layers-01.rowsum.safetensors", stores),
     "digests": ("experts.parquet", stores),
     "layer of a store": ("layers-02.safetensors", stores),
@@ -486,7 +486,7 @@ def test_a_file_system_without_maps(workshop: Workshop, monkeypatch: pytest.Monk
     monkeypatch.setattr(files.mmap, "mmap", refuse)
     for use in (
         lambda: container.layers[1].expert(0),
-        lambda: open_store(container, StoreOptions("mmap", row_sums=False)),
+        lambda: open_store(container, StoreOptions("mmap", beside=False)),
         lambda: load_dense(container, ["lm_head.weight"], "mmap"),
     ):
         with pytest.raises(MachineError, match=r"safetensors: mapping failed: .*E1203.*\n.*--io direct"):
@@ -596,7 +596,7 @@ def test_row_sums_come_with_every_lease(workshop: Workshop, io: str, records: in
     store.close()
     for codec, wanted in (("int8", False), ("fp8", True)):
         container = open_container(workshop.container(codec))
-        store, _ = open_store(container, options(container, io, records, row_sums=wanted))
+        store, _ = open_store(container, options(container, io, records, beside=wanted))
         with store.step(1, [3]) as step, step.lease(3) as lease:
             assert lease.expert.gate_up.row_sums is None and lease.expert.down.row_sums is None
         store.close()
@@ -610,9 +610,9 @@ def test_row_sums_are_compared_with_their_digest(damaged: Path) -> None:
     path = damaged / name
     flip(path, path.stat().st_size - 7)
     for way in ("direct", "resident"):
-        with pytest.raises(DataError, match=rf"{name}: xxh3 of the row sums .*E1206"):
+        with pytest.raises(DataError, match=rf"{name}: xxh3 of the sidecar .*E1206"):
             open_store(container, options(container, way, None))
-        for how in ({"verify": False}, {"row_sums": False}):
+        for how in ({"verify": False}, {"beside": False}):
             store, _ = open_store(container, options(container, way, None, **how))
             store.close()
     store, _ = open_store(container, options(container, "mmap", None))

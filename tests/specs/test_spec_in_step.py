@@ -142,8 +142,8 @@ def test_order_of_a_record():
     order = [re.sub(r"<part>\.|[<>`]", "", row[2]) for row in rows]
 
     class Full:
-        def tensors(self, rows: int, columns: int) -> tuple[layout.MatrixTensor, ...]:
-            return tuple(layout.MatrixTensor(role, role, "U8", (1,)) for role in layout.ROLES)
+        def roles(self, rows: int, columns: int) -> tuple[layout.Role, ...]:
+            return tuple(layout.Role(role, role, "U8", (1,)) for role in ("codes", "scales", "biases"))
 
     record = layout.record_layout(Full(), ExpertShape(3, 1, "U8"))
     found = list(dict.fromkeys(s.role for s in record.slots))
@@ -173,7 +173,7 @@ def test_sidecar_tensors():
         (name.strip("`"), dtype, tuple(value[d.strip()] for d in dims.strip("[]").split(",")))
         for name, dtype, dims, _ in rows
     ]
-    assert tuple(stated) == here.sidecar_tensors()
+    assert stated == [(t.name, t.dtype, t.shape) for t in here.sidecar_tensors()]
 
 
 def test_file_names():
@@ -276,8 +276,8 @@ def test_stored_tensors(name, parameters, _, rows):
             (role, suffix.strip("`"), dtype, tuple(value[d.strip()] for d in shape.strip("[]").split(",")), where)
             for role, suffix, dtype, shape, where in rows
         ]
-        found = [(t.role, t.suffix, t.dtype, t.shape, "record") for t in codec.tensors(r, c)]
-        found += [(t.role, t.suffix, t.dtype, t.shape, "sidecar") for t in codec.sidecar(r)]
+        places = {layout.RECORD: "record", layout.BESIDE: "sidecar"}
+        found = [(t.name, t.suffix, t.dtype, t.shape, places[t.place]) for t in codec.roles(r, c)]
         assert stated == found
 
 
@@ -324,7 +324,7 @@ def test_worked_examples(name, parameters, headings, rows):
                 codec.encode(weight, dtype, out)
             continue
         codec.encode(weight, dtype, out)
-        found = {"Codes": out["codes"].reshape(-1).tolist(), "Decoded": bits(codec.decode(out, *weight.shape))}
+        found = {"Codes": out["codes"].reshape(-1).tolist(), "Decoded": bits(codec.values(out, *weight.shape))}
         found |= {h: bits(out[r]) for h, r in (("Scale", "scales"), ("Bias", "biases")) if r in out}
         found |= {"Row sum": out["row_sums"].tolist()} if "row_sums" in out else {}
         assert set(headings) - {"Weights"} >= {"Codes", *(h for h in found if h in ("Scale", "Bias", "Row sum"))}
@@ -381,7 +381,7 @@ def test_who_may_load_it(name):
 
 def test_views_hold_every_stored_type():
     for name in encodings.registry():
-        assert all(t.dtype in VIEWS for t in encodings.get(name).tensors(128, 128))
+        assert all(t.dtype in VIEWS for t in encodings.get(name).roles(128, 128))
 
 
 # -- errors.md ---------------------------------------------------------------------------------------------------------

@@ -423,7 +423,7 @@ def row_sum(root: Path, layer: int, expert: int) -> tuple[Path, int]:
     found = open_container(root).layers[layer]
     assert found.entry.sidecar is not None
     path = root / found.entry.sidecar
-    entry = read_sidecar(path, found.file)["down_proj.row_sum"]
+    entry = read_sidecar(path, found.file)["down", "row_sums"]
     return path, entry.offset + expert * entry.nbytes // len(found) + 2
 
 
@@ -448,10 +448,10 @@ def test_a_flip_in_the_row_sums_in_memory(workshop: Workshop, audited: Path, mon
 
     def broken(*arguments: Any) -> Any:
         model = real(*arguments)
-        sums = model.context.store._reader._row_sums[1]
-        changed = sums["gate_up"].array.copy()
+        sums = model.context.store._reader._beside[1]
+        changed = sums["gate_up", "row_sums"].array.copy()
         changed[expert, 7] ^= 1 << 20
-        sums["gate_up"] = View(changed, "I32")
+        sums["gate_up", "row_sums"] = View(changed, "I32")
         return model
 
     monkeypatch.setattr(logits, "_streamed_model", broken)
