@@ -16,15 +16,13 @@ from pagestone.formats.dtypes import Array, to_f32
 from pagestone.formats.errors import NonFiniteError, RequestError
 from pagestone.formats.stats import value_text
 
-_kernels: Any
 try:
-    # By name, not by statement: the module exists only where it was built, and type checkers need not see it.
-    import importlib
+    # This spelling and no other: a module that was not built is then told from one that cannot be loaded.
+    import pagestone.formats._kernels as _kernels
 
-    _kernels = importlib.import_module("pagestone.formats._kernels")
     _missing = ""
 except ImportError as error:
-    _kernels = None
+    _kernels = None  # type: ignore[assignment]
     _missing = "not built" if isinstance(error, ModuleNotFoundError) else f"not to be loaded ({error})"
 
 VARIABLE = "PAGESTONE_ISA"

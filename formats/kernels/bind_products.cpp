@@ -3,7 +3,6 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <string>
 
 #include "checks.h"
@@ -14,56 +13,6 @@ using namespace nb::literals;
 using namespace pagestone;
 
 namespace {
-
-// Any element type: it is checked here, so that a wrong one is named.
-using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using Result = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
-constexpr nb::dlpack::dtype of(nb::dlpack::dtype_code code, int bits) {
-    return {std::uint8_t(code), std::uint8_t(bits), 1};
-}
-constexpr nb::dlpack::dtype I8 = of(nb::dlpack::dtype_code::Int, 8), I32 = of(nb::dlpack::dtype_code::Int, 32);
-constexpr nb::dlpack::dtype U8 = of(nb::dlpack::dtype_code::UInt, 8), U16 = of(nb::dlpack::dtype_code::UInt, 16);
-constexpr nb::dlpack::dtype U32 = of(nb::dlpack::dtype_code::UInt, 32);
-constexpr nb::dlpack::dtype HALF = of(nb::dlpack::dtype_code::Float, 16);
-constexpr nb::dlpack::dtype FLOAT = of(nb::dlpack::dtype_code::Float, 32);
-
-std::string text(nb::dlpack::dtype type) {
-    const char* names[] = {"int", "uint", "float"};
-    const std::string name = type.code < 3 ? names[type.code] : "type " + std::to_string(type.code) + " of bits ";
-    return name + std::to_string(type.bits);
-}
-
-template <class Array>
-void expect_type(const char* name, const Array& array, std::initializer_list<nb::dlpack::dtype> allowed) {
-    std::string words;
-    for (nb::dlpack::dtype type : allowed) {
-        if (array.dtype() == type) return;
-        words += (words.empty() ? "" : " or ") + text(type);
-    }
-    throw nb::type_error(
-        (std::string(name) + ": dtype expected to be " + words + ", found " + text(array.dtype())).c_str());
-}
-
-template <class Array>
-void expect_array(const char* name, const Array& array, std::initializer_list<nb::dlpack::dtype> allowed,
-                  std::size_t dimensions) {
-    expect_type(name, array, allowed);
-    expect(name, "dimensions", array.ndim(), dimensions);
-    expect_aligned(name, array);
-}
-
-template <class Array>
-void expect_matrix(const char* name, const Array& array, std::initializer_list<nb::dlpack::dtype> allowed,
-                   std::size_t rows, std::size_t columns) {
-    expect_array(name, array, allowed, 2);
-    expect(name, "rows", array.shape(0), rows);
-    expect(name, "columns", array.shape(1), columns);
-}
-
-Source source_of(nb::dlpack::dtype type) { return type == U16 ? BF16 : type == HALF ? F16 : F32; }
-
-std::size_t blocks(std::size_t length) { return (length + 127) / 128; }
 
 // What all products share: tokens, codes, result.
 Product product(const Input& x, const Input& codes, nb::dlpack::dtype code_type, const Result& y) {
@@ -151,10 +100,7 @@ bool matmul_affine(Input x, Input codes, Input scales, Input biases, Result out,
                    std::size_t group, std::size_t threads) {
     Product p = product(x, codes, U32, out);
     expect_bits_and_group(bits, group);
-    if (p.columns % group != 0)
-        throw nb::value_error(("x: columns expected to be a multiple of " + std::to_string(group) + ", found " +
-                               std::to_string(p.columns))
-                                  .c_str());
+    expect_groups("x", p.columns, group);
     expect("codes", "columns", codes.shape(1), p.columns / 32 * bits);
     expect_matrix("scales", scales, {U16}, p.rows, p.columns / group);
     expect_matrix("biases", biases, {U16}, p.rows, p.columns / group);

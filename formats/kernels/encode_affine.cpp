@@ -1,5 +1,5 @@
 // q3, q4: groups of 64 (or 32) values, w = scale * code + bias, found by a search over 20 candidates a group.
-// Definition: codecs/affine.py.
+// Definition: encodings/affine.py.
 #include "encoders.h"
 
 namespace pagestone {
@@ -80,7 +80,7 @@ struct Sums {
 };
 
 // Lanes folded in halves: a[l] + a[l + h], h = 8, 4, 2, 1.
-PAGESTONE_INLINE Floats fold(Floats* lanes) {
+PAGESTONE_INLINE Floats fold_floats(Floats* lanes) {
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
     return lanes[0];
@@ -110,8 +110,8 @@ PAGESTONE_INLINE Sums assess(const Floats* values, Fit fit, float levels) {
         errors[l] = error;
         products[l] = product;
     }
-    sums.error = fold(errors);
-    if (REFIT) sums.code_value = fold(products);
+    sums.error = fold_floats(errors);
+    if (REFIT) sums.code_value = fold_floats(products);
     return sums;
 }
 
@@ -174,7 +174,7 @@ PAGESTONE_INLINE void search(const float* flat, float levels, std::uint16_t* sca
     high *= groups.inverse;
     Floats totals[LANES] = {};
     for (std::size_t i = 0; i < GROUP; ++i) totals[i % LANES] += values[i];
-    groups.sum = fold(totals);
+    groups.sum = fold_floats(totals);
 
     // Round by round and not start by start: while one start folds and refits, the next one has its registers full.
     Fit fits[STARTS], bests[STARTS];
@@ -249,17 +249,16 @@ Encoded count_overflow(const std::uint8_t* packed, const std::uint16_t* scales, 
     return result;
 }
 
-}  // namespace
-
 // Groups follow one another through the whole matrix, and so do the packed rows: both are flat. Only the statistics
 // know rows.
 template <class S, int BITS, std::size_t GROUP>
-Encoded encode_affine(const void* source_bits, std::uint32_t* codes, std::uint16_t* scales, std::uint16_t* biases,
-                      std::size_t rows, std::size_t columns) {
+Encoded encode(const Encoding& e) {
     using Bits = typename S::Bits;
     constexpr float LEVELS = float((1 << BITS) - 1);
-    const Bits* source = static_cast<const Bits*>(source_bits);
-    std::uint8_t* packed = reinterpret_cast<std::uint8_t*>(codes);
+    const std::size_t rows = e.rows, columns = e.columns;
+    const Bits* source = static_cast<const Bits*>(e.source);
+    std::uint8_t* packed = static_cast<std::uint8_t*>(e.codes);
+    std::uint16_t *scales = static_cast<std::uint16_t*>(e.scales), *biases = e.biases;
     const std::size_t count = rows * columns / GROUP, in_row = columns / GROUP;
     Encoded total{0.0, 0.0, 0, 0};
     Lanes lanes{};
@@ -290,19 +289,15 @@ Encoded encode_affine(const void* source_bits, std::uint32_t* codes, std::uint16
                                        : count_overflow<BITS, GROUP>(packed, scales, biases, rows * columns);
 }
 
-#define PAGESTONE_INSTANTIATE(source)                                                                              \
-    template Encoded encode_affine<source, 3, 32>(const void*, std::uint32_t*, std::uint16_t*, std::uint16_t*,     \
-                                                  std::size_t, std::size_t);                                       \
-    template Encoded encode_affine<source, 3, 64>(const void*, std::uint32_t*, std::uint16_t*, std::uint16_t*,     \
-                                                  std::size_t, std::size_t);                                       \
-    template Encoded encode_affine<source, 4, 32>(const void*, std::uint32_t*, std::uint16_t*, std::uint16_t*,     \
-                                                  std::size_t, std::size_t);                                       \
-    template Encoded encode_affine<source, 4, 64>(const void*, std::uint32_t*, std::uint16_t*, std::uint16_t*,     \
-                                                  std::size_t, std::size_t)
-PAGESTONE_INSTANTIATE(SourceBF16);
-PAGESTONE_INSTANTIATE(SourceF16);
-PAGESTONE_INSTANTIATE(SourceF32);
-#undef PAGESTONE_INSTANTIATE
+}  // namespace
+
+Encoded encode_affine(const Encoding& e) {
+    return by_source(e, [&](auto source) {
+        using S = decltype(source);
+        if (e.bits == 3) return e.group == 32 ? encode<S, 3, 32>(e) : encode<S, 3, 64>(e);
+        return e.group == 32 ? encode<S, 4, 32>(e) : encode<S, 4, 64>(e);
+    });
+}
 
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone

@@ -1,4 +1,4 @@
-// bf16: from BF16 the bits themselves, from F16 and F32 one rounding, half to even. Definition: codecs/bf16.py.
+// bf16: from BF16 the bits themselves, from F16 and F32 one rounding, half to even. Definition: encodings/bf16.py.
 #include "encoders.h"
 
 namespace pagestone {
@@ -37,12 +37,12 @@ PAGESTONE_INLINE void quantise(SourceBF16, const std::uint16_t* source, std::uin
 // Elements that round to Inf although the source is finite (only F32 near its largest).
 Encoded count_overflow(const std::uint16_t* codes, std::size_t count) { return count_bad<SourceBF16>(codes, count); }
 
-}  // namespace
-
 template <class S>
-Encoded encode_bf16(const void* source_bits, std::uint16_t* codes, std::size_t rows, std::size_t columns) {
+Encoded encode(const Encoding& e) {
     using Bits = typename S::Bits;
-    const Bits* source = static_cast<const Bits*>(source_bits);
+    const std::size_t rows = e.rows, columns = e.columns;
+    const Bits* source = static_cast<const Bits*>(e.source);
+    std::uint16_t* codes = static_cast<std::uint16_t*>(e.codes);
     Encoded total{0.0, 0.0, 0, 0};
     for (std::size_t r = 0; r < rows; ++r) {
         const Bits* row = source + r * columns;
@@ -64,9 +64,11 @@ Encoded encode_bf16(const void* source_bits, std::uint16_t* codes, std::size_t r
     return finite(total.squared_error) ? total : count_overflow(codes, rows * columns);
 }
 
-template Encoded encode_bf16<SourceBF16>(const void*, std::uint16_t*, std::size_t, std::size_t);
-template Encoded encode_bf16<SourceF16>(const void*, std::uint16_t*, std::size_t, std::size_t);
-template Encoded encode_bf16<SourceF32>(const void*, std::uint16_t*, std::size_t, std::size_t);
+}  // namespace
+
+Encoded encode_bf16(const Encoding& e) {
+    return by_source(e, [&](auto source) { return encode<decltype(source)>(e); });
+}
 
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone

@@ -1,5 +1,5 @@
 // fp8: blocks of 128 x 128, s = stored(amax / 448), code = e4m3fn_rne(clamp(f32(w / s), -448, 448)).
-// Definition: codecs/fp8.py.
+// Definition: encodings/fp8.py.
 #include "encoders.h"
 
 namespace pagestone {
@@ -8,6 +8,22 @@ namespace {
 
 constexpr std::size_t BLOCK = TILE;
 constexpr std::size_t AT_ONCE = 16 * BLOCK;  // columns whose maxima are kept at a time
+
+// A stored type of scales; values are positive and finite.
+struct ScaleBF16 {
+    using Bits = std::uint16_t;
+    PAGESTONE_MEMBER Bits store(float value) {  // half to even
+        const std::uint32_t bits = bit_cast<std::uint32_t>(value);
+        return Bits((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    }
+    PAGESTONE_MEMBER float load(Bits bits) { return bit_cast<float>(std::uint32_t(bits) << 16); }
+};
+
+struct ScaleF32 {
+    using Bits = float;
+    PAGESTONE_MEMBER Bits store(float value) { return value; }
+    PAGESTONE_MEMBER float load(Bits value) { return value; }
+};
 
 // One row of a block: its codes, and its statistics into `lanes`.
 //
@@ -49,14 +65,13 @@ PAGESTONE_INLINE typename Scale::Bits block_scale(typename S::Bits amax) {
     return Scale::load(stored) < SMALLEST_NORMAL ? Scale::store(SMALLEST_NORMAL) : stored;
 }
 
-}  // namespace
-
 template <class S, class Scale>
-Encoded encode_fp8(const void* source_bits, std::uint8_t* codes, void* scale_bits, std::size_t rows,
-                   std::size_t columns) {
+Encoded encode(const Encoding& e) {
     using Bits = typename S::Bits;
-    const Bits* source = static_cast<const Bits*>(source_bits);
-    typename Scale::Bits* scales = static_cast<typename Scale::Bits*>(scale_bits);
+    const std::size_t rows = e.rows, columns = e.columns;
+    const Bits* source = static_cast<const Bits*>(e.source);
+    std::uint8_t* codes = static_cast<std::uint8_t*>(e.codes);
+    typename Scale::Bits* scales = static_cast<typename Scale::Bits*>(e.scales);
     const std::size_t grid = (columns + BLOCK - 1) / BLOCK;
     Encoded total{0.0, 0.0, 0, 0};
     for (std::size_t top = 0; top < rows; top += BLOCK) {
@@ -100,15 +115,14 @@ Encoded encode_fp8(const void* source_bits, std::uint8_t* codes, void* scale_bit
     return total;  // 448 * s never overflows: of the largest float32, s rounds down in BF16 as in F32
 }
 
-#define PAGESTONE_INSTANTIATE(source, scale) \
-    template Encoded encode_fp8<source, scale>(const void*, std::uint8_t*, void*, std::size_t, std::size_t)
-PAGESTONE_INSTANTIATE(SourceBF16, ScaleBF16);
-PAGESTONE_INSTANTIATE(SourceF16, ScaleBF16);
-PAGESTONE_INSTANTIATE(SourceF32, ScaleBF16);
-PAGESTONE_INSTANTIATE(SourceBF16, ScaleF32);
-PAGESTONE_INSTANTIATE(SourceF16, ScaleF32);
-PAGESTONE_INSTANTIATE(SourceF32, ScaleF32);
-#undef PAGESTONE_INSTANTIATE
+}  // namespace
+
+Encoded encode_fp8(const Encoding& e) {
+    return by_source(e, [&](auto source) {
+        using S = decltype(source);
+        return e.scale_type == BF16 ? encode<S, ScaleBF16>(e) : encode<S, ScaleF32>(e);
+    });
+}
 
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone

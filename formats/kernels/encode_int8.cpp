@@ -1,4 +1,4 @@
-// int8: one scale per row, s = f32(amax / 127), code = clamp(rne(f32(w / s)), -127, 127). Definition: codecs/int8.py.
+// int8: one scale per row, s = f32(amax / 127), code = clamp(rne(f32(w / s)), -127, 127). Definition: encodings/int8.py.
 #include "encoders.h"
 
 namespace pagestone {
@@ -35,13 +35,14 @@ Encoded count_overflow(const std::int8_t* codes, const float* scales, std::size_
     return result;
 }
 
-}  // namespace
-
 template <class S>
-Encoded encode_int8(const void* source_bits, std::int8_t* codes, float* scales, std::int32_t* row_sums,
-                    std::size_t rows, std::size_t columns) {
+Encoded encode(const Encoding& e) {
     using Bits = typename S::Bits;
-    const Bits* source = static_cast<const Bits*>(source_bits);
+    const std::size_t rows = e.rows, columns = e.columns;
+    const Bits* source = static_cast<const Bits*>(e.source);
+    std::int8_t* codes = static_cast<std::int8_t*>(e.codes);
+    float* scales = static_cast<float*>(e.scales);
+    std::int32_t* row_sums = e.row_sums;
     Encoded total{0.0, 0.0, 0, 0};
     for (std::size_t r = 0; r < rows; ++r) {
         const Bits* row = source + r * columns;
@@ -71,9 +72,11 @@ Encoded encode_int8(const void* source_bits, std::int8_t* codes, float* scales, 
     return finite(total.squared_error) ? total : count_overflow(codes, scales, rows, columns);
 }
 
-template Encoded encode_int8<SourceBF16>(const void*, std::int8_t*, float*, std::int32_t*, std::size_t, std::size_t);
-template Encoded encode_int8<SourceF16>(const void*, std::int8_t*, float*, std::int32_t*, std::size_t, std::size_t);
-template Encoded encode_int8<SourceF32>(const void*, std::int8_t*, float*, std::int32_t*, std::size_t, std::size_t);
+}  // namespace
+
+Encoded encode_int8(const Encoding& e) {
+    return by_source(e, [&](auto source) { return encode<decltype(source)>(e); });
+}
 
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone

@@ -1,4 +1,4 @@
-// The encoders of one instruction set, for table.cpp.
+// Shared by the encoders of one instruction set. Definitions: encodings/*.py.
 #pragma once
 
 #include "common.h"
@@ -6,36 +6,15 @@
 namespace pagestone {
 namespace PAGESTONE_ISA {
 
-template <class S>
-Encoded encode_int8(const void* source_bits, std::int8_t* codes, float* scales, std::int32_t* row_sums,
-                    std::size_t rows, std::size_t columns);
+#define PAGESTONE_DECLARE(codec) Encoded encode_##codec(const Encoding&);
+PAGESTONE_ENCODERS(PAGESTONE_DECLARE)
+#undef PAGESTONE_DECLARE
 
-// A stored type of fp8 scales; values are positive and finite.
-struct ScaleBF16 {
-    using Bits = std::uint16_t;
-    PAGESTONE_MEMBER Bits store(float value) {  // half to even
-        const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-        return Bits((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-    }
-    PAGESTONE_MEMBER float load(Bits bits) { return bit_cast<float>(std::uint32_t(bits) << 16); }
-};
-
-struct ScaleF32 {
-    using Bits = float;
-    PAGESTONE_MEMBER Bits store(float value) { return value; }
-    PAGESTONE_MEMBER float load(Bits value) { return value; }
-};
-
-template <class S, class Scale>
-Encoded encode_fp8(const void* source_bits, std::uint8_t* codes, void* scale_bits, std::size_t rows,
-                   std::size_t columns);
-
-template <class S>
-Encoded encode_bf16(const void* source_bits, std::uint16_t* codes, std::size_t rows, std::size_t columns);
-
-template <class S, int BITS, std::size_t GROUP>
-Encoded encode_affine(const void* source_bits, std::uint32_t* codes, std::uint16_t* scales, std::uint16_t* biases,
-                      std::size_t rows, std::size_t columns);
+// `call` with the type of the matrix's source elements.
+template <class Call>
+PAGESTONE_INLINE Encoded by_source(const Encoding& e, const Call& call) {
+    return e.source_type == BF16 ? call(SourceBF16{}) : e.source_type == F16 ? call(SourceF16{}) : call(SourceF32{});
+}
 
 }  // namespace PAGESTONE_ISA
 }  // namespace pagestone

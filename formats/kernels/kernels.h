@@ -16,28 +16,24 @@ struct Encoded {
     std::int64_t first_bad;
 };
 
-// Bits of a BF16, F16 and F32 source element. BF16 and F16 share a C type, so kernels are told apart by name.
+// Bits of a BF16, F16 and F32 element. BF16 and F16 share a C type, so they are told apart by name.
 enum Source { BF16 = 0, F16 = 1, F32 = 2 };
-constexpr int SOURCES = 3;
 
-// source [rows, columns]; codes [rows, columns]; scales [rows]; row_sums [rows] or null.
-using EncodeInt8 = Encoded (*)(const void* source, std::int8_t* codes, float* scales, std::int32_t* row_sums,
-                               std::size_t rows, std::size_t columns);
+// One matrix to encode: source [rows, columns] of any type, into arrays of the codec's types and shapes. What a codec
+// does not have is null or zero. Types, shapes and alignment to the element are the caller's to check.
+struct Encoding {
+    const void* source;
+    Source source_type;
+    std::size_t rows, columns;
+    void* codes;
+    void* scales;
+    Source scale_type;        // of fp8: BF16 or F32
+    std::uint16_t* biases;    // of q3 and q4: BF16 bits
+    std::int32_t* row_sums;   // of int8, if they are asked for
+    std::size_t bits, group;  // of q3 and q4
+};
 
-// source [rows, columns]; codes [rows, columns]; scales [ceil(rows/128), ceil(columns/128)], BF16 bits or F32.
-using EncodeFp8 = Encoded (*)(const void* source, std::uint8_t* codes, void* scales, std::size_t rows,
-                              std::size_t columns);
-
-// source [rows, columns]; codes [rows, columns], BF16 bits.
-using EncodeBf16 = Encoded (*)(const void* source, std::uint16_t* codes, std::size_t rows, std::size_t columns);
-
-// source [rows, columns], columns a multiple of the group; codes [rows, columns * bits / 32]; scales and biases
-// [rows, columns / group], BF16 bits.
-using EncodeAffine = Encoded (*)(const void* source, std::uint32_t* codes, std::uint16_t* scales,
-                                 std::uint16_t* biases, std::size_t rows, std::size_t columns);
-
-// What an affine kernel is compiled for: [bits - 3][group == 64].
-constexpr int AFFINE_BITS = 2, AFFINE_GROUPS = 2;
+using Encode = Encoded (*)(const Encoding&);
 
 // One product y = x W^T: x [tokens, columns] BF16 or F16, y [tokens, rows] of any type. What a codec does not have is null
 // or zero. Shapes and alignment to the element are the caller's to check.
@@ -70,15 +66,19 @@ struct Multiply {
 // Reads `count` bytes once and returns something that depends on all of them: what a product is measured against.
 using ReadBytes = std::uint64_t (*)(const unsigned char* bytes, std::size_t count);
 
+// The kernels, each named once: encode_X of encode_X.cpp, matmul_X of matmul_X.cpp (with what `Multiply` holds beside it).
+#define PAGESTONE_ENCODERS(EACH) EACH(affine) EACH(bf16) EACH(fp8) EACH(int8)
+#define PAGESTONE_PRODUCTS(EACH) EACH(affine) EACH(bf16) EACH(fp8) EACH(int8)
+
 // Every kernel of one instruction set.
 struct Table {
     const char* name;
-    EncodeInt8 encode_int8[SOURCES];
-    EncodeFp8 encode_fp8_bf16_scales[SOURCES];
-    EncodeFp8 encode_fp8_f32_scales[SOURCES];
-    EncodeBf16 encode_bf16[SOURCES];
-    EncodeAffine encode_affine[SOURCES][AFFINE_BITS][AFFINE_GROUPS];
-    Multiply matmul_bf16, matmul_fp8, matmul_int8, matmul_affine;
+#define PAGESTONE_FIELD(codec) Encode encode_##codec;
+    PAGESTONE_ENCODERS(PAGESTONE_FIELD)
+#undef PAGESTONE_FIELD
+#define PAGESTONE_FIELD(codec) Multiply matmul_##codec;
+    PAGESTONE_PRODUCTS(PAGESTONE_FIELD)
+#undef PAGESTONE_FIELD
     ReadBytes read_bytes;
 };
 

@@ -1,5 +1,5 @@
 // q3, q4: activations in 8 bits; of each group the exact sums d (code * a) and A (a); y = s_x * (P + Q), P the sum of
-// f32(d) * scale and Q of f32(A) * bias over the groups in 16 lanes. Definition: codecs/affine.py.
+// f32(d) * scale and Q of f32(A) * bias over the groups in 16 lanes. Definition: encodings/affine.py.
 #include "products.h"
 
 namespace pagestone {

@@ -1,4 +1,4 @@
-// bf16: y = sum of w * x in 64 lanes. Definition: codecs/bf16.py.
+// bf16: y = sum of w * x in 64 lanes. Definition: encodings/bf16.py.
 #include "products.h"
 
 namespace pagestone {

@@ -1,4 +1,4 @@
-// fp8: in every block of rows xs = x * s, then y = sum of code * xs in 64 lanes. Definition: codecs/fp8.py.
+// fp8: in every block of rows xs = x * s, then y = sum of code * xs in 64 lanes. Definition: encodings/fp8.py.
 #include "products.h"
 
 namespace pagestone {

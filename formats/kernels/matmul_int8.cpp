@@ -1,4 +1,4 @@
-// int8: activations in 8 bits, exact sums, y = (f32(acc) * s_x) * s_w. Definition: codecs/int8.py.
+// int8: activations in 8 bits, exact sums, y = (f32(acc) * s_x) * s_w. Definition: encodings/int8.py.
 #include "products.h"
 
 namespace pagestone {

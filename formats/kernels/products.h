@@ -1,4 +1,4 @@
-// Shared by the products y = x W^T of one instruction set. Definitions: formats/products.py and codecs/*.py.
+// Shared by the products y = x W^T of one instruction set. Definitions: formats/products.py and encodings/*.py.
 #pragma once
 
 #include "common.h"
@@ -12,10 +12,7 @@ namespace PAGESTONE_ISA {
     std::size_t scratch_bytes_##codec(const Product&);                                                    \
     void matmul_##codec(const Product&, const unsigned char* prepared, unsigned char* scratch, std::size_t first, \
                         std::size_t last);
-PAGESTONE_DECLARE(bf16)
-PAGESTONE_DECLARE(fp8)
-PAGESTONE_DECLARE(int8)
-PAGESTONE_DECLARE(affine)
+PAGESTONE_PRODUCTS(PAGESTONE_DECLARE)
 #undef PAGESTONE_DECLARE
 
 std::uint64_t read_bytes(const unsigned char* bytes, std::size_t count);
