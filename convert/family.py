@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagestone.formats.layout import PART_NAMES, PARTS
@@ -79,6 +79,19 @@ class Family:
     linears: tuple[str, ...] = ATTENTION_LINEARS
     """Tails (below a layer) of the dense modules that a loader of block FP8 reads as codes: the plain linear layers.
     Everything else (routers, embeddings, the head, vision) it takes as numbers, so codes may not stay there."""
+
+    def like(
+        self, name: str, *other_types: str, more: tuple[str, ...] = (), without: tuple[str, ...] = (), **changes: Any
+    ) -> Family:
+        """Another family, called `name` as its first model type is, that differs from this one in `changes`.
+
+        `more` patterns are known beside those of this one, `without` are not; `ValueError` if they were not anyway.
+        """
+        missing = [pattern for pattern in without if pattern not in self.known]
+        if missing:
+            raise ValueError(f"{self.name} does not know {missing}")
+        known = (*(pattern for pattern in self.known if pattern not in without), *more)
+        return replace(self, name=name, model_types=(name, *other_types), known=known, **changes)
 
     def experts_of(self, config: Config) -> int | None:
         """Experts per layer as the config states them, or None; `DataError` if it states something else there."""

@@ -1,32 +1,20 @@
-"""GLM-4.5 and 4.6 MoE: first layers dense, shared experts, an F32 router bias, the MTP block as one layer more."""
+"""GLM-4.5 and 4.6 MoE: DeepSeek-V3 with ordinary attention."""
 
 from __future__ import annotations
 
+from pagestone.convert.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from pagestone.convert.family import (
     ATTENTION,
     ATTENTION_LINEARS,
-    BIASED_ROUTER,
-    DENSE_MLP,
-    EXTRA_LAYER,
+    LATENT_ATTENTION,
     MLP_LINEARS,
-    NORMS,
-    OUTER,
-    SHARED_EXPERTS,
     SHARED_LINEARS_OF_MANY,
-    Family,
-    Fused,
-    first_k_dense_layers,
     in_layers,
 )
 
-FAMILY = Family(
-    name="glm4_moe",
-    model_types=("glm4_moe",),
-    fused=Fused(),
-    count_fields=("n_routed_experts", "num_local_experts", "num_experts"),
-    dense_layers=first_k_dense_layers,
-    mtp_as_extra_layer=True,
-    mtp_field="num_nextn_predict_layers",
+FAMILY = DEEPSEEK_V3.like(
+    "glm4_moe",
+    without=in_layers(LATENT_ATTENTION),
+    more=in_layers(ATTENTION),
     linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS_OF_MANY,
-    known=(*OUTER, *in_layers(NORMS, ATTENTION, DENSE_MLP, SHARED_EXPERTS, BIASED_ROUTER, EXTRA_LAYER)),
 )

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from pagestone.convert.family import ATTENTION, NORMS, OUTER, Family, in_layers
+from pagestone.convert.families.mixtral import FAMILY as MIXTRAL
+from pagestone.convert.family import in_layers
 
-FAMILY = Family(
-    name="minimax_m2",
-    model_types=("minimax_m2",),
-    experts="block_sparse_moe.experts",
-    router="block_sparse_moe.gate.weight",
-    parts=("w1", "w3", "w2"),
-    count_fields=("num_local_experts", "num_experts"),
-    size_fields=("intermediate_size",),
-    known=(
-        *OUTER,
-        *in_layers(NORMS, ATTENTION, r"block_sparse_moe\.(gate\.weight|e_score_correction_bias)"),
-    ),
-)
+FAMILY = MIXTRAL.like("minimax_m2", more=in_layers(r"block_sparse_moe\.e_score_correction_bias"))

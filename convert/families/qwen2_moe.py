@@ -1,27 +1,8 @@
-"""Qwen1.5 and Qwen2 MoE: per-expert names, one shared expert with a gate, some layers dense."""
+"""Qwen1.5 and Qwen2 MoE: Qwen3 MoE's names, and one shared expert with a gate."""
 
 from __future__ import annotations
 
-from pagestone.convert.family import (
-    ATTENTION,
-    ATTENTION_LINEARS,
-    DENSE_MLP,
-    MLP_LINEARS,
-    NORMS,
-    OUTER,
-    SHARED_EXPERT,
-    SHARED_LINEARS,
-    Family,
-    Fused,
-    in_layers,
-    sparse_step_dense_layers,
-)
+from pagestone.convert.families.qwen3_moe import FAMILY as QWEN3_MOE
+from pagestone.convert.family import SHARED_EXPERT, SHARED_LINEARS, in_layers
 
-FAMILY = Family(
-    name="qwen2_moe",
-    model_types=("qwen2_moe",),
-    fused=Fused(),
-    dense_layers=sparse_step_dense_layers,
-    linears=ATTENTION_LINEARS + MLP_LINEARS + SHARED_LINEARS,
-    known=(*OUTER, *in_layers(NORMS, ATTENTION, SHARED_EXPERT, DENSE_MLP)),
-)
+FAMILY = QWEN3_MOE.like("qwen2_moe", more=in_layers(SHARED_EXPERT), linears=QWEN3_MOE.linears + SHARED_LINEARS)

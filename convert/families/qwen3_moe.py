@@ -1,4 +1,4 @@
-"""Qwen3 MoE (30B-A3B, 235B-A22B, Coder): per-expert names, no shared expert, no MTP block."""
+"""Qwen3 MoE (30B-A3B, 235B-A22B, Coder): per-expert names, some layers dense, no shared expert, no MTP block."""
 
 from __future__ import annotations
 
