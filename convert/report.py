@@ -11,23 +11,13 @@ from pagestone.convert.machine import disk_space
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.prepare import Outcome
 from pagestone.convert.sources import LayerSource
-from pagestone.formats.text import shown_lines
+from pagestone.formats.text import shown_lines, size_text
 
 ALREADY = (
     "already there, nothing to do; headers, config and side files were compared with the source, the data of tensors "
     "were not (`verify --source` compares them, --force converts again)"
 )
 FATES = (CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED)
-
-
-def size(nbytes: int) -> str:
-    """A length in bytes for people: `1.50 GB`; decimal units, as disks are sold."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{nbytes} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
 
 
 def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
@@ -81,21 +71,23 @@ def plan_text(plan: Plan, output: Path) -> str:
         count[0] += 1
         count[1] += d.tensor.nbytes
     for (fate, rule, pattern), (number, nbytes) in sorted(groups.items(), key=lambda g: (FATES.index(g[0][0]), g[0])):
-        lines.append(f"{fate:<16}{number:>9}{size(nbytes):>12}  {rule}: {pattern}")
+        lines.append(f"{fate:<16}{number:>9}{size_text(nbytes):>12}  {rule}: {pattern}")
     totals = Counter(d.fate for d in plan.dispositions)
     lines += ["", "total: " + ", ".join(f"{totals[f]} {f}" for f in FATES if totals[f])]
     for kind in dict.fromkeys((t.file.block, t.file.count, t.file.layout().stride) for t in plan.layers):
         block, experts, stride = kind
         members = [t for t in plan.layers if (t.file.block, t.file.count, t.file.layout().stride) == kind]
         lines.append(
-            f"{block}: {len(members)} file(s) of {experts} experts, {size(stride)} a record, {members[0].name} ..."
+            f"{block}: {len(members)} file(s) of {experts} experts, {size_text(stride)} a record, {members[0].name} ..."
         )
     for f in plan.side_files:
-        lines.append(f"side file {f.name}: " + (f"not copied: {f.rule}" if f.rule else f"copied, {size(f.nbytes)}"))
+        lines.append(
+            f"side file {f.name}: " + (f"not copied: {f.rule}" if f.rule else f"copied, {size_text(f.nbytes)}")
+        )
     free = disk_space(output)
     lines += [
         "",
-        f"reads {size(plan.bytes_in)}, writes {size(plan.bytes_out)} in {len(plan.files) + 2} files; "
+        f"reads {size_text(plan.bytes_in)}, writes {size_text(plan.bytes_out)} in {len(plan.files) + 2} files; "
         f"disk space free: {_free(free, plan.bytes_out)}",
     ]
     lines += [f"warning: {w}" for w in plan.warnings]
@@ -105,7 +97,7 @@ def plan_text(plan: Plan, output: Path) -> str:
 def _free(free: int | None, needed: int) -> str:
     if free is None:
         return "the file system does not say"
-    return size(free) + ("" if free > needed else " - NOT ENOUGH")
+    return size_text(free) + ("" if free > needed else " - NOT ENOUGH")
 
 
 def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, Any]:
@@ -132,7 +124,7 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
              "finished publishing": "an interrupted run had all but published it: finished"}  # fmt: skip
     lines = [
         f"{output}: {words[outcome.state]}",
-        f"  {table['codec']}, {table['layers']} layers, {table['experts']} experts, {size(table['bytes_out'])}, "
+        f"  {table['codec']}, {table['layers']} layers, {table['experts']} experts, {size_text(table['bytes_out'])}, "
         f"{seconds:.1f} s",
         f"  container id {table['container_id']}",
         *(

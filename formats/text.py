@@ -38,6 +38,19 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w)
 
 
+def size_text(nbytes: int | float) -> str:
+    """A length in bytes for people: `512 B`, `1.50 GiB`.
+
+    Binary units, always named as such: what `--budget` takes, what memory and pages come in, and what `du -h` shows.
+    """
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(value, 2) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
 def _escape(character: str) -> str:
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # how Python carries a byte of a path that it could not decode

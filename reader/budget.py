@@ -1,4 +1,4 @@
-"""Sizes in words, and the budget of experts where none is given.
+"""A size from its words, and the budget of experts where none is given.
 
 A budget bounds the buffers of expert records, nothing else. Beside it a running model holds its dense tensors and, with
 native experts of a codec that has sidecars (int8), every row sum: E * (2 * intermediate + hidden) * 4 bytes a layer,
@@ -34,15 +34,6 @@ def parse_size(text: str) -> int:
         raise RequestError(f"a size such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
                            code="E1241", remedy="give --budget so")  # fmt: skip
     return int(nbytes)
-
-
-def size_text(nbytes: int | float) -> str:
-    """A size for people: `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"
 
 
 def all_records(container: Container) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import PagestoneError
-from pagestone.reader.budget import size_text
+from pagestone.formats.text import size_text
 from pagestone.reader.decoding import Emit, Speech, ignore
 from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Counters, Totals

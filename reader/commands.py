@@ -18,9 +18,9 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
-from pagestone.formats.text import shown, shown_lines
+from pagestone.formats.text import shown, shown_lines, size_text
 from pagestone.reader import inputs
-from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes, size_text
+from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes
 from pagestone.reader.container import Container, open_container, open_to_run
 from pagestone.reader.files import MachineErrors
 

@@ -26,9 +26,9 @@ from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.strict_json import MAX_COUNT
-from pagestone.formats.text import shown, shown_lines
+from pagestone.formats.text import shown, shown_lines, size_text
 from pagestone.reader import host, inputs
-from pagestone.reader.budget import all_records, largest_record, size_text
+from pagestone.reader.budget import all_records, largest_record
 from pagestone.reader.container import Beside, Container, Layer, View
 from pagestone.reader.dense import DenseTensors
 from pagestone.reader.files import MachineErrors

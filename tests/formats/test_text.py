@@ -8,7 +8,7 @@ import unicodedata
 import pytest
 
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.text import clipped, shown, shown_lines
+from pagestone.formats.text import clipped, shown, shown_lines, size_text
 from pagestone.validate.findings import ERROR, Finding, of_error
 
 EVIL = "a\nerror: forged\r\x1b[2J\x7f\x9b31m\u202e\u2066\u200f\u2028\ud800.weight"
@@ -78,3 +78,12 @@ def test_a_finding_is_one_line(where):
 def test_a_finding_keeps_the_name_for_json():
     finding = of_error(DataError("m", code="E0101", file="/x/layers-00.safetensors", tensor=EVIL), "")
     assert finding.message == f"{EVIL}: m" and SAFE in finding.text()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), ((1 << 20) - 1, "1.00 MiB"),
+     (3 << 30, "3.00 GiB"), (70 << 40, "70.00 TiB"), (5 << 50, "5120.00 TiB"), (2048.5, "2.00 KiB")],
+)  # fmt: skip
+def test_a_size_is_binary_and_says_so(nbytes, text):
+    assert size_text(nbytes) == text
