@@ -15,7 +15,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,19 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pagestone.formats.surroundings import measured_on
+
 PAGE = 4096
 CHUNK = 4 << 20
 PIECE = tuple[Path, int, int]
 """A file, an offset in it and a length, in bytes."""
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((x.split(":")[1].strip() for x in lines if "model name" in x), "?")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
-            "python": platform.python_version()}  # fmt: skip
 
 
 def drop_caches() -> None:
@@ -182,7 +174,7 @@ def main() -> None:
             subprocess.run([sys.executable, str(script), str(source), "--layers", str(args.layers),
                             "--experts", str(args.experts)], check=True, stdout=sys.stderr)  # fmt: skip
         results = [bench(codec, source, scratch, args) for codec in args.codec or ["bf16", "fp8", "int8", "q3", "q4"]]
-    facts = machine() | {"workers": args.workers, "source": "cold" if args.cold else "warm", "rounds": args.rounds}
+    facts = measured_on() | {"workers": args.workers, "source": "cold" if args.cold else "warm", "rounds": args.rounds}
     print(" ".join(f"{k}={v}" for k, v in facts.items()))
     print("| codec | in GB | out GB | wall s | floor s | wall / floor | GB/s of source | CPU s | peak RSS MiB |")
     print("|---|---|---|---|---|---|---|---|---|")

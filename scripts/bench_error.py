@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,10 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.formats import encodings, native
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import Array, bf16_to_f32, f32_to_bf16
 from pagestone.formats.encodings import Codec
 from pagestone.formats.safetensors_header import read_header
+from pagestone.formats.surroundings import measured_on
 
 TINY = Path(__file__).resolve().parent.parent / "tests" / "data" / "tiny-moe"
 SHAPES = ((512, 2048), (512, 2048), (2048, 512))
@@ -52,15 +52,6 @@ class Row:
     bits: float
     errors: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-
-
-def machine() -> dict[str, Any]:
-    """What the rates depend on."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    cpu = next((x.split(":")[1].strip() for x in text.splitlines() if "model name" in x), platform.processor() or "?")
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "kernel": platform.release(),
-            "python": platform.python_version(), "numpy": np.__version__, "isa": native.isa()}  # fmt: skip
 
 
 def experts_of(model: Path) -> list[Array]:
@@ -184,7 +175,7 @@ def main() -> None:
     parser.add_argument("--ggml", type=Path, help="llama.cpp's libggml-base, for rows of its types")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     args = parser.parse_args()
-    facts = machine()
+    facts = measured_on()
     cases = [of_codec(encodings.get(name, parameters)) for name, parameters in CASES]
     try:
         import mlx.core as mx

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from pagestone.formats.surroundings import measured_on
 
 MAKE = """
 import sys
@@ -80,15 +81,6 @@ print(json.dumps({"cpu": time.process_time() - begun, "wall": time.perf_counter(
 WHAT = ("manifest", "first expert", "all layers")
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((x.split(":")[1].strip() for x in lines if "model name" in x), platform.processor() or "?")
-    return {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),
-            "load": round(os.getloadavg()[0], 1)}  # fmt: skip
-
-
 def python(tree: str, code: str, *arguments: str) -> str:
     """What a program prints that imports the project from `tree`."""
     environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
@@ -125,7 +117,7 @@ def main() -> None:
         }
         for name, by_what in found.items()
     }
-    print(json.dumps({"machine": machine(), "layers": args.layers, "experts": args.experts, **table}, indent=1))
+    print(json.dumps({"machine": measured_on(), "layers": args.layers, "experts": args.experts, **table}, indent=1))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +29,7 @@ from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import VIEWS, Array, f32_to_bf16
 from pagestone.formats.encodings import Codec
 from pagestone.formats.layout import align_up
+from pagestone.formats.surroundings import measured_on
 
 SHAPES = {"gate_up": (1024, 2048), "down": (2048, 512)}
 CODECS = ("bf16", "int8", "fp8", "q4", "q3")
@@ -50,16 +49,6 @@ class Row:
     product: float
     read: float
     torch: float | None = None
-
-
-def machine() -> dict[str, Any]:
-    """What the times depend on."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    cpu = next((x.split(":")[1].strip() for x in text.splitlines() if "model name" in x), platform.processor() or "?")
-    load = os.getloadavg()[0]
-    return {"cpu": cpu, "cores": os.cpu_count(), "load": round(load, 1), "kernel": platform.release(),
-            "python": platform.python_version(), "numpy": np.__version__, "isa": native.isa()}  # fmt: skip
 
 
 def copies(codec: Codec, rows: int, columns: int, arena: Array) -> list[tuple[dict[str, Array], Array]]:
@@ -169,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arena = np.zeros(arguments.arena_mib << 20, np.uint8)
-    facts = machine()
+    facts = measured_on()
     rows: list[Row] = []
     for name in arguments.codecs:
         for tokens in arguments.tokens:

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_products import machine
 from make_true_shape import make_true_shape
 
 from pagestone.convert.prepare import prepare
-from pagestone.formats import encodings, native
+from pagestone.formats import encodings
+from pagestone.formats.surroundings import measured_on
 from pagestone.reader import host
 from pagestone.reader.budget import all_records, largest_record
 from pagestone.reader.container import open_container
@@ -179,7 +179,7 @@ def main() -> int:
     done: list[Way] = []
     plain: dict[str, Way] = {}
     wrong: list[str] = []
-    facts = machine() | {"torch": torch.__version__, "torch_threads": torch.get_num_threads(), "isa": native.isa()}
+    facts = measured_on() | {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory(dir=words.work) as work:
         checkpoint = Path(work) / "source"
         make_true_shape(checkpoint, layers=words.layers, experts=words.experts, vocab=words.vocab)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagestone.formats import native
+from pagestone.formats.surroundings import machine
 from pagestone.reader.container import Container
 from pagestone.reader.host import NATIVE, HostModel
 from pagestone.validate.sides import Difference, Prompt, Side
@@ -36,7 +37,7 @@ def surroundings(model: HostModel) -> dict[str, Any]:
 
     experts = model.context.experts
     return {
-        "machine": {"cpu": _cpu(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "versions": {
             "pagestone": __version__, "python": platform.python_version(), "torch": torch.__version__,
             "transformers": transformers.__version__, "numpy": np.__version__,
@@ -63,18 +64,6 @@ COMPARED = (
     ("model", "experts"),
 )  # fmt: skip
 """What must be equal for hashes to be comparable."""
-
-
-def _cpu() -> str:
-    """Model and a digest of its features: torch chooses its kernels by them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or "unknown"
-    pairs = (line.partition(":") for line in text.splitlines())
-    facts = {key.strip(): value.strip() for key, colon, value in pairs if colon}
-    flags = " ".join(sorted(facts.get("flags", facts.get("Features", "")).split()))
-    return f"{facts.get('model name', platform.processor())} ({hashlib.sha256(flags.encode()).hexdigest()[:8]})"
 
 
 def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
