@@ -11,16 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from pagestone.convert import report
-from pagestone.convert.plan import Plan
-from pagestone.convert.prepare import plan_for, prepare
-from pagestone.convert.publish import publication_pending
+from pagestone.convert.plan import Plan, Request
+from pagestone.convert.prepare import Outcome, plan_for, prepare, ready
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown
@@ -127,11 +125,10 @@ def _command(name: str, options: tuple[encodings.Option, ...]) -> Callable[..., 
         **chosen: int,
     ) -> None:
         begun = time.monotonic()
-        codec, span = encodings.get(name, _checked(chosen, options)), parse_layers(layers)
-        plans = partial(plan_for, checkpoint, output, codec, layers=span, include_code=include_code,
-                        merge_unlisted=merge_unlisted)  # fmt: skip
+        codec = encodings.get(name, _checked(chosen, options))
+        request = Request(checkpoint, codec, parse_layers(layers), include_code, merge_unlisted)
         if dry_run:
-            planned = plans()
+            planned = plan_for(request, output)
             print(
                 json.dumps(report.plan_table(planned, output), indent=1)
                 if as_json
@@ -142,26 +139,13 @@ def _command(name: str, options: tuple[encodings.Option, ...]) -> Callable[..., 
             print(f"note: {shown(note)}", file=sys.stderr)
         from tqdm import tqdm
 
-        plan: Plan | None = None
-        total = None
-        if checkpoint.is_dir() and not publication_pending(output):
-            plan = plans()
-            total = plan.bytes_in
+        todo = ready(request, output, force=force)
+        total = todo.bytes_in if isinstance(todo, Plan) else None
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"prepare-{name}", file=sys.stderr,
                   disable=not sys.stderr.isatty(), leave=False) as bar, interruptible(output):  # fmt: skip
-            outcome = prepare(
-                checkpoint,
-                output,
-                codec,
-                workers=workers,
-                layers=span,
-                force=force,
-                include_code=include_code,
-                merge_unlisted=merge_unlisted,
-                sha256=sha256,
-                progress=bar.update,
-                planned=plan,
-            )
+            outcome = todo if isinstance(todo, Outcome) else prepare(
+                todo, output, workers=workers, force=force, sha256=sha256, progress=bar.update
+            )  # fmt: skip
         for warning in outcome.warnings:
             print(f"warning: {shown(warning)}", file=sys.stderr)
         seconds = time.monotonic() - begun

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert import families, mtp
-from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor
+from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor, open_checkpoint
 from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseTensor
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
@@ -46,6 +46,21 @@ PARQUET_ROW = 200
 
 CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED = "converted", "copied", "copied unknown", "decoded", "excluded"
 ACTIVATION_RULE = (EXCLUDED, "activation scale: containers are weight-only", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for: equal requests for equal sources give equal containers.
+
+    `layers` = (first, end) keeps the experts of those decoder layers only, `include_code` copies the source's *.py
+    files, `merge_unlisted` takes the tensors of .safetensors files that its index does not name.
+    """
+
+    source: Path
+    codec: Codec
+    layers: tuple[int, int] | None = None
+    include_code: bool = False
+    merge_unlisted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +100,13 @@ class DenseTarget:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a conversion will do. Equal sources, codecs and options give equal plans."""
+    """Everything a conversion will do. Equal requests for equal sources give equal plans.
 
+    `codec` is the request's with what the source decides (`Codec.for_scales`), `partial` its range of layers without
+    those that no model has.
+    """
+
+    request: Request
     checkpoint: Checkpoint
     family: Family
     codec: Codec
@@ -139,21 +159,20 @@ class Plan:
         }
 
 
-def make_plan(
-    checkpoint: Checkpoint,
-    codec: Codec,
-    *,
-    layers: tuple[int, int] | None = None,
-    include_code: bool = False,
-    header_limit: int = MAX_HEADER,
-) -> Plan:
-    """The plan for converting `checkpoint` with `codec`.
+def make_plan(request: Request, *, header_limit: int = MAX_HEADER) -> Plan:
+    """The plan for what is asked for; raises what `open_checkpoint` and `plan_checkpoint` raise."""
+    checkpoint = open_checkpoint(request.source, merge_unlisted=request.merge_unlisted)
+    return plan_checkpoint(checkpoint, request, header_limit=header_limit)
 
-    `layers` = (first, end) keeps the experts of those decoder layers only; no file will have a header of more than
-    `header_limit` bytes. Raises `RequestError` for what cannot be
-    converted (unknown family, not MoE, element types or shapes the codec cannot take) and `DataError` for what is
-    broken; see `find_layers`.
+
+def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: int = MAX_HEADER) -> Plan:
+    """The plan for what is asked for, of the source once it is open.
+
+    No file will have a header of more than `header_limit` bytes. Raises `RequestError` for what cannot be converted
+    (unknown family, not MoE, element types or shapes the codec cannot take) and `DataError` for what is broken; see
+    `find_layers`.
     """
+    codec, layers = request.codec, request.layers
     refuse_foreign(checkpoint)
     family = _family(checkpoint)
     with explained(checkpoint):
@@ -177,9 +196,8 @@ def make_plan(
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
     rules |= _dense_rules(family, fates, {t.name: shard.name for shard in shards for t in shard.tensors})
     dispositions = [Disposition(checkpoint.tensors[n], *rules[n]) for n in sorted(checkpoint.tensors, key=natural)]
-    side = tuple(
-        SideFile(f.name, f.nbytes, None) if include_code and f.rule == CODE else f for f in checkpoint.side_files
-    )
+    taken = (CODE,) if request.include_code else ()
+    side = tuple(SideFile(f.name, f.nbytes, None) if f.rule in taken else f for f in checkpoint.side_files)
     _check_names(checkpoint, side, warnings)
     config = mtp.truthful(checkpoint, family, warnings)
     unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
@@ -193,6 +211,7 @@ def make_plan(
         INDEX: _index(targets, shards),
     }
     return Plan(
+        request,
         checkpoint,
         family,
         codec,

@@ -1,4 +1,8 @@
-"""One conversion from request to container: plan, preflight, convert, publish."""
+"""One conversion from request to container: plan, preflight, convert, publish.
+
+plan = make_plan(Request(Path("checkpoint"), encodings.get("int8")))
+prepare(plan, Path("container"), workers=2)
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.journal import FinishedFile, file_digest
 from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, named, sync_directory
 from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
-from pagestone.convert.plan import Plan, check_paths, make_plan
+from pagestone.convert.plan import Plan, Request, check_paths, plan_checkpoint
 from pagestone.convert.publish import (
     JOURNAL,
     REPLACED,
@@ -29,7 +33,6 @@ from pagestone.convert.publish import (
 )
 from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
 from pagestone.formats.digests import Hasher
-from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
 from pagestone.formats.layout import PARTS, layer_entries
@@ -60,39 +63,42 @@ class Outcome:
     """Matrices of a quantised source by what became of them, see `convert.encode`."""
 
 
+def ready(request: Request, output: Path, *, force: bool = False) -> Plan | Outcome:
+    """The plan for what is asked for; or the outcome, where a publication that was cut short is all that was left.
+
+    That needs no source, and is done also where there is one that cannot be planned. Raises what `plan_for` raises.
+    """
+    with machine_errors(output, "converting"):
+        if request.source.exists() and output.exists():
+            check_paths(request.source, output)
+        try:
+            return plan_for(request, output)
+        except PagestoneError:
+            completed = finish_interrupted(output, force=force)
+            if completed is None or request.source.exists():
+                raise
+            return Outcome("finished publishing", completed, ())
+
+
 def prepare(
-    source: Path,
+    plan: Plan,
     output: Path,
-    codec: Codec,
     *,
     workers: int,
-    layers: tuple[int, int] | None = None,
     force: bool = False,
-    include_code: bool = False,
-    merge_unlisted: bool = False,
     sha256: bool = False,
     progress: Progress = lambda _: None,
-    planned: Plan | None = None,
 ) -> Outcome:
-    """Convert the checkpoint at `source` into a container at `output`.
+    """Carry out a plan: a container at `output`.
 
-    The same source, codec and options give the same container id whatever `workers` is. Raises `RequestError`,
-    `DataError` or `MachineError`; nothing is then published, and an older container at `output` is intact. `sha256`
-    adds that digest of every file to the manifest; the container id does not depend on it.
+    Equal plans give the same container id whatever `workers` is. Raises `RequestError`, `DataError` or `MachineError`;
+    nothing is then published, and an older container at `output` is intact. `force` replaces one, `sha256` adds that
+    digest of every file to the manifest; the container id does not depend on it.
     """
     with machine_errors(output, "converting"):  # whatever does not say better itself what it was doing
-        if source.exists() and output.exists():
-            check_paths(source, output)
+        check_paths(plan.request.source, output)
         completed = finish_interrupted(output, force=force)
-        try:
-            plan = planned or plan_for(
-                source, output, codec, layers=layers, include_code=include_code, merge_unlisted=merge_unlisted
-            )
-        except PagestoneError:
-            if completed is not None and not source.exists():
-                return Outcome("finished publishing", completed, ())
-            raise
-        job = identity(plan, include_code)
+        job = identity(plan)
         try:
             old = published(output)
         except DataError:
@@ -196,23 +202,15 @@ def zero_warnings(plan: Plan, finished: Mapping[str, FinishedFile], dense: set[s
         yield f"{len(dense)} dense matrices are all zero, {what} {first}: is the source whole?"
 
 
-def plan_for(
-    source: Path,
-    output: Path,
-    codec: Codec,
-    *,
-    layers: tuple[int, int] | None,
-    include_code: bool,
-    merge_unlisted: bool = False,
-) -> Plan:
+def plan_for(request: Request, output: Path) -> Plan:
     """The plan of a conversion, after the checks that concern both ends."""
-    with machine_errors(source, "reading the source"):
-        checkpoint = open_checkpoint(source, merge_unlisted=merge_unlisted)
-        check_paths(source, output)
-        return make_plan(checkpoint, codec, layers=layers, include_code=include_code)
+    with machine_errors(request.source, "reading the source"):
+        checkpoint = open_checkpoint(request.source, merge_unlisted=request.merge_unlisted)
+        check_paths(request.source, output)
+        return plan_checkpoint(checkpoint, request)
 
 
-def identity(plan: Plan, include_code: bool) -> dict[str, Any]:
+def identity(plan: Plan) -> dict[str, Any]:
     """What must be equal for a job to be continued: every key is named in the message when it is not."""
     stamps = Hasher()
     for name, stamp in sorted(used_stamps(plan).items()):
@@ -224,7 +222,7 @@ def identity(plan: Plan, include_code: bool) -> dict[str, Any]:
         "codec": plan.codec.name,
         "codec parameters": plan.codec.parameters,
         "--layers": None if plan.partial is None else list(plan.partial),
-        "--include-code": include_code,
+        "--include-code": plan.request.include_code,
         "source": plan.checkpoint.fingerprint,
         "source file times": stamps.digest().hex(),
     }

@@ -30,6 +30,7 @@ from typing import Any
 
 from make_true_shape import make_true_shape
 
+from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.surroundings import measured_on
@@ -186,7 +187,7 @@ def main() -> int:
         for codec in words.codecs.split(","):
             begun = time.monotonic()
             directory = Path(work) / codec
-            prepare(checkpoint, directory, encodings.get(codec), workers=2)
+            prepare(make_plan(Request(checkpoint, encodings.get(codec))), directory, workers=2)
             found = ways(codec, directory)
             theirs = Way("bf16", TRANSFORMERS, TRANSFORMERS, host.plain_model(checkpoint))
             run([*found, theirs], prompt, turns)

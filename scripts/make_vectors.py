@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
@@ -259,7 +260,8 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
     """The container `name` below `work`; the committed experts.parquet is used where it holds the same table."""
     accepted, source, output = ACCEPT[name], work / "source" / name, work / name
     accepted.source(source)
-    prepare(source, output, encodings.get(accepted.codec, accepted.parameters), workers=1, layers=accepted.layers)
+    request = Request(source, encodings.get(accepted.codec, accepted.parameters), accepted.layers)
+    prepare(make_plan(request), output, workers=1)
     if name == "fp8-scales":
         with_f32_scales(output)
     seal(output, committed)

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.reader import host
@@ -84,7 +85,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=words.work) as work:
         for codec in words.codecs.split(","):
             path = Path(work) / codec
-            prepare(words.checkpoint, path, encodings.get(codec), workers=2)
+            prepare(make_plan(Request(words.checkpoint, encodings.get(codec))), path, workers=2)
             container = open_container(path)
             resident = resident_model(container, None, experts=words.experts)
             source = random.Random(7)

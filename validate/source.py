@@ -13,7 +13,7 @@ import numpy as np
 from pagestone.convert.checkpoint import Checkpoint, open_checkpoint
 from pagestone.convert.dense import DenseTensor, pieces
 from pagestone.convert.encode import REQUANTISED, encode_expert
-from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, make_plan
+from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, Request, plan_checkpoint
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
@@ -219,11 +219,13 @@ def compare_with(source: Path, manifest: Manifest, sample: int | None = None) ->
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
     opening and planning raise.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint, merged = open_checkpoint(source), False
     if checkpoint.fingerprint != manifest.source.get("fingerprint"):
         checkpoint = _merged(source, manifest) or checkpoint
+        merged = checkpoint.fingerprint == manifest.source.get("fingerprint")
     include_code = any(name.endswith(".py") for name in manifest.files)
-    plan = make_plan(checkpoint, codec_of(manifest), layers=manifest.partial, include_code=include_code)
+    request = Request(source, codec_of(manifest), manifest.partial, include_code, merged)
+    plan = plan_checkpoint(checkpoint, request)
     targets = {t.name: t for t in plan.layers}
     chosen = None
     if sample is not None:

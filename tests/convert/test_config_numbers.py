@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from kits.checkpoints import T_ORDER
+from kits.conversions import planned
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX, open_checkpoint
 from pagestone.convert.family import depth_of, first_k_dense_layers, sparse_step_dense_layers
-from pagestone.convert.plan import make_plan
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError
 from pagestone.formats.strict_json import MAX_LAYERS
@@ -31,7 +31,7 @@ def source(root: Path, config: str) -> Path:
 def refusal(root: Path) -> DataError:
     begin = time.process_time()
     with pytest.raises(DataError) as caught:
-        make_plan(open_checkpoint(root), encodings.get("int8"))
+        planned(root, encodings.get("int8"))
     assert time.process_time() - begin < 2 and len(str(caught.value)) < 1000
     assert caught.value.file == str(root / CONFIG) and caught.value.remedy
     return caught.value
@@ -55,7 +55,7 @@ def test_layers_beyond_reason(tmp_path, value):
 def test_most_layers_are_counted_quickly(tmp_path):
     root = source(tmp_path, json.dumps(MODEL.config() | {"num_hidden_layers": MAX_LAYERS}))
     with pytest.raises(DataError, match="layer 2 is the first without experts"):
-        make_plan(open_checkpoint(root), encodings.get("int8"))
+        planned(root, encodings.get("int8"))
 
 
 @pytest.mark.parametrize("value", ["1", 1, [1.0], [True], [-1], [MAX_LAYERS * 10**6], {"n": 1}])
@@ -105,5 +105,5 @@ def test_json_without_limits(tmp_path, name, case):
 def test_what_configs_in_the_wild_hold_is_taken(tmp_path):
     """Infinity, a key that stands twice, and 10^30, which tokenizers write for "no limit"."""
     text = json.dumps(MODEL.config())[:-1] + f', "a": 1, "a": 2, "limit": [0.0, Infinity], "length": {int(1e30)}}}'
-    checkpoint = open_checkpoint(source(tmp_path, text))
-    assert checkpoint.config["a"] == 2 and make_plan(checkpoint, encodings.get("int8")).warnings == ()
+    plan = planned(source(tmp_path, text))
+    assert plan.checkpoint.config["a"] == 2 and plan.warnings == ()

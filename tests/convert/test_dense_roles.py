@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import planned, prepare
 from kits.families import MODELS, SIZES, Raw, read_tensors
 from kits.quantised import DENSE, EXPERTS, Codes, Fp8Spec, Int8Spec, rounded_to_bf16, stored_scale
 
 from pagestone.convert import families
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import DECODED, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import DECODED
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.validate.verify import verify
@@ -43,7 +42,7 @@ def in_codes(tensors: dict[str, Raw]) -> dict[str, Raw]:
 
 
 def plan_of(root: Path, codec: str = "fp8") -> Any:
-    return make_plan(open_checkpoint(root), encodings.get(codec))
+    return planned(root, encodings.get(codec))
 
 
 # -- which codes stay ------------------------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from kits.checkpoints import (
     write_checkpoint,
     write_safetensors,
 )
+from kits.conversions import planned, prepare
 
 from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import make_plan
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader.commands import _text, describe
@@ -333,7 +332,7 @@ def test_twins_of_our_names(tmp_path, name):
     root = SPEC.write(tmp_path / "s")
     (root / name).write_text("x")
     with pytest.raises(RequestError, match="E0604") as caught:
-        make_plan(open_checkpoint(root), encodings.get("int8"))
+        planned(root, encodings.get("int8"))
     assert caught.value.file == str(root / name) and "case or accents" in caught.value.message
 
 
@@ -341,10 +340,10 @@ def test_twins_of_our_names(tmp_path, name):
 def test_twins_among_side_files(tmp_path, one, two):
     """Both go over here, and the plan says that not every file system can hold both."""
     root = SPEC.write(tmp_path / "s", side_files={one: b"1", two: b"2"})
-    plan = make_plan(open_checkpoint(root), encodings.get("int8"))
+    plan = planned(root, encodings.get("int8"))
     assert {one, two} <= set(plan.files) and any(one in w and two in w for w in plan.warnings)
     (root / two).unlink()
-    assert not make_plan(open_checkpoint(root), encodings.get("int8")).warnings
+    assert not planned(root, encodings.get("int8")).warnings
 
 
 @pytest.mark.parametrize("name", ["a\u009b31m.txt", "a\u202etxt.json", "a\x7f.txt", "a\u2028b.txt", "a\u200b.txt"])

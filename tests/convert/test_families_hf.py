@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import planned, prepare
 from kits.families import FAMILIES, MODELS, PARTS, SIZES, Built, built, is_expert, read_tensors, write_tensors
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import CONVERTED, COPIED, UNKNOWN, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import CONVERTED, COPIED, UNKNOWN
 from pagestone.convert.report import plan_table
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import VIEWS, bf16_to_f32
@@ -37,7 +37,7 @@ def make(oracle: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathF
 
 
 def plan_of(root: Path, codec: str = "int8") -> Any:
-    return make_plan(open_checkpoint(root), encodings.get(codec))
+    return planned(root, encodings.get(codec))
 
 
 def stored_matrix(tensors: dict[str, Any], codec: Codec, name: str, rows: int, columns: int) -> dict[str, np.ndarray]:

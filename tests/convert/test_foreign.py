@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kits.checkpoints import INDEX, T_ORDER, Tensor, write_checkpoint, write_safetensors
+from kits.conversions import planned
 from kits.quantised import EXPERTS, INT8_CONFIG, Fp8Spec, Int8Spec
 
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import make_plan
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 
@@ -23,7 +22,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 def refusal(root: Path) -> PagestoneError:
     with pytest.raises((RequestError, DataError)) as caught:
-        make_plan(open_checkpoint(root), encodings.get("int8"))
+        planned(root, encodings.get("int8"))
     assert caught.value.remedy
     return caught.value
 
@@ -97,7 +96,7 @@ def test_a_format_in_which_every_matrix_is_packed(tmp_path):
 def test_a_method_alone_refuses_nothing(tmp_path):
     """Plain floats are plain floats, whatever the config says; and what is missing is missing."""
     root = source(tmp_path / "s", UP, {".weight": SPEC.tensors()[f"{UP}.weight"]}, "exl3")
-    make_plan(open_checkpoint(root), encodings.get("int8"))
+    planned(root, encodings.get("int8"))
     tensors = {n: t for n, t in SPEC.tensors().items() if ".experts.0." not in n}
     config = SPEC.config() | {"quantization_config": {"quant_method": "exl3"}}
     assert refusal(write_checkpoint(tmp_path / "t", tensors, config)).code == "E0509"
@@ -163,5 +162,5 @@ def test_what_is_missing_may_stand_outside_the_index(tmp_path, gone):
     told = refusal(root)
     assert (told.code, type(told)) == (error.code, type(error)) and "extra.safetensors" in told.message
     assert "index" in str(told.remedy) and "--merge-unlisted" in str(told.remedy)
-    make_plan(open_checkpoint(root, merge_unlisted=True), encodings.get("int8"))
+    planned(root, encodings.get("int8"), merge_unlisted=True)
     assert (root / INDEX).exists()

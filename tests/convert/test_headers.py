@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kits.checkpoints import T_ORDER, Tensor, Tensors, write_checkpoint
+from kits.conversions import planned, prepare
 from kits.families import read_tensors
 
 from pagestone.convert import prepare as preparing
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import Plan, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import Plan, plan_checkpoint
 from pagestone.formats import encodings, safetensors_header
 from pagestone.formats.encodings.bf16 import Bf16
 from pagestone.formats.encodings.int8 import Int8
@@ -35,7 +34,7 @@ def many_names() -> Tensors:
 
 
 def plan_of(root: Path, **how: int) -> Plan:
-    return make_plan(open_checkpoint(root), encodings.get("int8"), **how)
+    return planned(root, encodings.get("int8"), **how)
 
 
 def test_dense_shards_are_split_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +44,7 @@ def test_dense_shards_are_split_by_their_headers(tmp_path: Path, monkeypatch: py
     assert len(plan_of(source).dense) == 1
     monkeypatch.setattr(safetensors_header, "MAX_HEADER", LIMIT)  # what reading refuses
     for room in (preparing, comparing):
-        monkeypatch.setattr(room, "make_plan", partial(make_plan, header_limit=LIMIT))
+        monkeypatch.setattr(room, "plan_checkpoint", partial(plan_checkpoint, header_limit=LIMIT))
     prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     shards = sorted((tmp_path / "o").glob("dense-*.safetensors"))
     heads = [shard.read_bytes().index(b"}}  ") for shard in shards]
@@ -145,15 +144,15 @@ class OddBeside(Int8):
 )  # fmt: skip
 def test_a_codec_whose_tensors_have_no_room(tmp_path: Path, codec: encodings.Codec) -> None:
     """A role without a place, two tensors of one role or suffix, or none of codes: refused at the plan."""
-    checkpoint = open_checkpoint(SPEC.write(tmp_path / "s"))
+    source = SPEC.write(tmp_path / "s")
     with pytest.raises(LayoutError, match="E0611") as caught:
-        make_plan(checkpoint, codec)
-    assert caught.value.file == str(checkpoint.path) and caught.value.exit_code == 2 and caught.value.remedy
+        planned(source, codec)
+    assert caught.value.file == str(source) and caught.value.exit_code == 2 and caught.value.remedy
 
 
 def test_the_kit_of_odd_codecs(tmp_path: Path) -> None:
     """Without what is odd they are codecs: the test above cannot pass for another reason."""
-    checkpoint = open_checkpoint(SPEC.write(tmp_path / "s"))
+    source = SPEC.write(tmp_path / "s")
     for codec in (
         Odd(),
         Odd(named=("codes", "zeros")),
@@ -161,7 +160,7 @@ def test_the_kit_of_odd_codecs(tmp_path: Path) -> None:
         OddBeside(named=("zeros",)),
         OddBeside(place=RECORD),
     ):
-        plan = make_plan(checkpoint, codec)
+        plan = planned(source, codec)
         assert len(plan.layers) == 2
     x = np.ones((4, 4), np.float32)
     out = Odd().allocate(4, 4)

@@ -18,6 +18,7 @@ from kits.conversions import run, stop_after
 
 from pagestone.convert import machine, prepare, report
 from pagestone.convert.machine import LACKS, disk_space
+from pagestone.convert.plan import Request
 from pagestone.convert.prepare import SPARE, plan_for
 from pagestone.convert.publish import JOURNAL, PARTIAL
 from pagestone.formats import encodings
@@ -127,7 +128,7 @@ def test_errors_of_services_are_errors(source, tmp_path, monkeypatch, what):
 
 def test_a_plan_where_free_space_is_not_known(source, tmp_path, monkeypatch):
     """The plan says so too, and gives null to programs."""
-    plan = plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+    plan = plan_for(Request(source, encodings.get("int8")), tmp_path / "o")
     no_space_count(monkeypatch, 0)
     assert disk_space(tmp_path / "o") is None
     assert "free: the file system does not say" in report.plan_text(plan, tmp_path / "o")
@@ -138,7 +139,7 @@ def test_a_plan_where_free_space_is_not_known(source, tmp_path, monkeypatch):
 def test_preflight_counts_what_is_finished_once(source, tmp_path, monkeypatch, share):
     """What is finished is not needed again, and is not subtracted twice: one byte decides."""
     output = tmp_path / "o"
-    plan = plan_for(source, output, encodings.get("int8"), layers=None, include_code=False)
+    plan = plan_for(Request(source, encodings.get("int8")), output)
     done = 0
     if share:
         stop_after(source, output, share)
@@ -227,7 +228,7 @@ def test_every_read_of_the_plan_names_its_file(source, tmp_path, monkeypatch, na
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(Path, "read_bytes", lambda p: fail(errno.EIO)() if p.name == name else read_bytes(p))
     with pytest.raises(MachineError, match="E0901") as caught:
-        plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+        plan_for(Request(source, encodings.get("int8")), tmp_path / "o")
     assert caught.value.file == str(source / name) and "download it again" in caught.value.remedy
 
 

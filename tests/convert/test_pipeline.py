@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from kits.checkpoints import LAYOUTS, SIDE_FILES, T_BLOCK, T_ORDER, T_VARIED, Tensor, write_checkpoint
 from kits.containers import Source, assert_is_definition, contents, read_table
+from kits.conversions import prepare
 from safetensors import safe_open
 
 from pagestone.convert import pipeline
 from pagestone.convert.encode import EncodedExpert
-from pagestone.convert.prepare import Outcome, plan_for, prepare
+from pagestone.convert.plan import Request
+from pagestone.convert.prepare import Outcome, plan_for
 from pagestone.convert.publish import open_work
 from pagestone.convert.reading import SourceFiles, page_buffer
 from pagestone.formats import encodings
@@ -323,7 +325,7 @@ def test_progress_adds_up(tiny, tmp_path):
 @pytest.mark.parametrize("what", ["dense", "side file"])
 def test_copying_stops(tiny, tmp_path, what):
     """A worker that copies something long stops when another has failed, and does not call its file finished."""
-    plan = plan_for(tiny, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+    plan = plan_for(Request(tiny, encodings.get("int8")), tmp_path / "o")
     with open_work(tmp_path / "o") as work:
         work.begin({}, {}, force=False)
         files, seen = SourceFiles(plan.checkpoint.path), []
@@ -349,7 +351,7 @@ def test_copying_stops(tiny, tmp_path, what):
 
 def test_adding_experts_takes_turns(tiny, tmp_path):
     """Workers that add experts of one layer at once are counted one after another: no note and no expert is lost."""
-    plan = plan_for(tiny, tmp_path / "o", encodings.get("bf16"), layers=None, include_code=False)
+    plan = plan_for(Request(tiny, encodings.get("bf16")), tmp_path / "o")
     target = plan.layers[0]
     inside, alone = threading.Lock(), []
 

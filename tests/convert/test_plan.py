@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from kits.checkpoints import LAYOUTS, SIDE_FILES, T_BLOCK, T_ORDER, Tensor, write_checkpoint
 from kits.cli import done
+from kits.conversions import planned, prepare
 
 from pagestone.convert import plan as planning
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.commands import parse_layers
-from pagestone.convert.plan import check_paths, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import check_paths
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.text import natural
@@ -45,7 +45,7 @@ def published(tmp_path_factory) -> Path:
 
 
 def plan_of(root: Path, codec: str = "int8", **how):
-    return make_plan(open_checkpoint(root), encodings.get(codec), **how)
+    return planned(root, encodings.get(codec), **how)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

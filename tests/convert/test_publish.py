@@ -17,11 +17,10 @@ import pytest
 from kits.checkpoints import T_BLOCK, T_ORDER, sparse_model, write_checkpoint
 from kits.cli import pagestone, refused
 from kits.containers import assert_is_definition, container_id, contents
-from kits.conversions import run, stop_after
+from kits.conversions import prepare, run, stop_after
 
 from pagestone.convert import prepare as preparing
 from pagestone.convert import publish as publishing
-from pagestone.convert.prepare import prepare
 from pagestone.convert.publish import JOURNAL, LOCK, PARTIAL, open_work
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError

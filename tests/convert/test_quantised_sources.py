@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import planned, prepare
 from kits.families import MODELS, Raw, build, built, is_expert, read_table, read_tensors, write_tensors
 from kits.families import SIZES as FAMILY_SIZES
 from kits.quantised import (
@@ -27,9 +28,8 @@ from kits.quantised import (
     write,
 )
 
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import DECODED, EXCLUDED, Plan, make_plan
-from pagestone.convert.prepare import Outcome, prepare
+from pagestone.convert.plan import DECODED, EXCLUDED, Plan
+from pagestone.convert.prepare import Outcome
 from pagestone.convert.report import outcome_text, plan_table, plan_text
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import E4M3_VALUES, VIEWS
@@ -41,7 +41,7 @@ Spec = Fp8Spec | Int8Spec
 
 
 def plan_of(root: Path, codec: str) -> Plan:
-    return make_plan(open_checkpoint(root), encodings.get(codec))
+    return planned(root, encodings.get(codec))
 
 
 def convert(spec: Spec, where: Path, codec: str, expected: tuple[str, ...] = ()) -> Outcome:

@@ -15,9 +15,10 @@ import pytest
 from kits.checkpoints import INDEX, T_BLOCK, T_ORDER, Tensor, sparse_model, write_checkpoint
 from kits.cli import pagestone, refused
 from kits.containers import contents
+from kits.conversions import prepare
 
 from pagestone.convert import prepare as preparing
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import Request
 from pagestone.formats import encodings
 from pagestone.formats.errors import MachineError
 from pagestone.validate.verify import verify
@@ -268,15 +269,15 @@ def test_too_few_open_files(tmp_path):
 def test_shard_that_vanishes(tmp_path):
     """A shard that is removed, or cut, while it is read is an error that names it."""
     source = T_ORDER.write(tmp_path / "s", shards=3)
-    plan = preparing.plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+    plan = preparing.plan_for(Request(source, encodings.get("int8")), tmp_path / "o")
     shard = source / "model-00003-of-00003.safetensors"
     raw = shard.read_bytes()
     shard.unlink()
     with pytest.raises(MachineError, match="No such file") as gone:
-        prepare(source, tmp_path / "o", encodings.get("int8"), workers=2, planned=plan)
+        preparing.prepare(plan, tmp_path / "o", workers=2)
     shard.write_bytes(raw[:-10])
     with pytest.raises(preparing.DataError, match="E0701") as cut:
-        prepare(source, tmp_path / "o", encodings.get("int8"), workers=2, planned=plan)
+        preparing.prepare(plan, tmp_path / "o", workers=2)
     for caught in (gone, cut):
         assert str(shard) in str(caught.value) and caught.value.remedy
     assert not (tmp_path / "o" / "manifest.json").exists()

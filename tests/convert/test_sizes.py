@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from kits.checkpoints import PARTS, T_ORDER, Spec, Tensor, Tensors, write_checkpoint
 from kits.containers import assert_is_definition
+from kits.conversions import planned, prepare
 
-from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.plan import Plan, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import Plan
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError
 from pagestone.validate.verify import verify
@@ -31,7 +30,7 @@ def plan_of(spec: Spec, root: Path, tensors: Tensors | None = None, **config: An
     for field in [f for f, value in config.items() if value is None]:
         del text[field]
     checkpoint = write_checkpoint(root, spec.tensors() if tensors is None else tensors, table)
-    return make_plan(open_checkpoint(checkpoint), encodings.get("int8"))
+    return planned(checkpoint, encodings.get("int8"))
 
 
 def transposed(tensors: Tensors) -> Tensors:
@@ -150,7 +149,7 @@ def test_sizes_of_layers(tmp_path: Path, mtp: list[int]) -> None:
     source = write_checkpoint(tmp_path / "s", tensors, config)
     outcome = prepare(source, tmp_path / "o", encodings.get("int8"), workers=2)
     assert outcome.warnings == ()
-    shapes = [t.file.shape.intermediate for t in make_plan(open_checkpoint(source), encodings.get("int8")).layers]
+    shapes = [t.file.shape.intermediate for t in planned(source, encodings.get("int8")).layers]
     assert shapes == [48, 40, *mtp]
     assert assert_is_definition(tmp_path / "o", source, "int8") == spec.experts * len(shapes)
     assert not verify(tmp_path / "o", source=source).findings

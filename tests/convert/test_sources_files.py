@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kits.conversions import planned, prepare
 from kits.families import FAMILIES, built, read_tensors, write_tensors
 from kits.quantised import EXPERTS, Fp8Spec, Int8Spec, write
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.family import first_k_dense_layers
-from pagestone.convert.plan import EXCLUDED, UNKNOWN, make_plan
-from pagestone.convert.prepare import prepare
+from pagestone.convert.plan import EXCLUDED, UNKNOWN
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
@@ -45,10 +45,10 @@ def unlisted(root: Path, *words: str) -> set[str]:
 def test_files_outside_the_index(tmp_path: Path) -> None:
     """They are reported and left out; on request their tensors are taken as if the index named them."""
     moved = unlisted(tmp_path / "s", "norm.weight", "lm_head")
-    plain = make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8"))
+    plain = planned(tmp_path / "s", encodings.get("fp8"))
     assert not moved & {d.tensor.name for d in plain.dispositions}
     assert [w for w in plain.warnings if "extra.safetensors" in w and "--merge-unlisted" in w]
-    merged = make_plan(open_checkpoint(tmp_path / "s", merge_unlisted=True), encodings.get("fp8"))
+    merged = planned(tmp_path / "s", encodings.get("fp8"), merge_unlisted=True)
     assert moved <= {d.tensor.name for d in merged.dispositions}
     assert [w for w in merged.warnings if "extra.safetensors" in w and "taken" in w]
     prepare(tmp_path / "s", tmp_path / "o", encodings.get("fp8"), workers=1, merge_unlisted=True)
@@ -63,7 +63,7 @@ def test_missing_experts_are_named_and_merged(tmp_path: Path) -> None:
     """An expert that stands outside the index is missing, until asked for."""
     unlisted(tmp_path / "s", "experts.1.up_proj")
     with pytest.raises(DataError, match="expert 1 lacks"):
-        make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8"))
+        planned(tmp_path / "s", encodings.get("fp8"))
     outcome = prepare(tmp_path / "s", tmp_path / "o", encodings.get("fp8"), workers=1, merge_unlisted=True)
     assert outcome.notes == {"passed through": 6}
 
@@ -89,7 +89,7 @@ def test_merging_without_an_index(tmp_path: Path) -> None:
     root = SPEC.write(tmp_path / "s")
     write_tensors(root / "extra.safetensors", {"new.weight": ("BF16", (2,), bytes(4))})
     assert "new.weight" not in open_checkpoint(root).tensors
-    plan = make_plan(open_checkpoint(root, merge_unlisted=True), encodings.get("fp8"))
+    plan = planned(root, encodings.get("fp8"), merge_unlisted=True)
     assert [d.fate for d in plan.dispositions if d.tensor.name == "new.weight"] == [UNKNOWN]
     (root / "extra.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     open_checkpoint(root)
@@ -135,7 +135,7 @@ def test_bf16_container_is_a_source(
     assert not verify(tmp_path / "a", source=tmp_path / "bf16").findings
     again = prepare(tmp_path / "bf16", tmp_path / "c", encodings.get("bf16"), workers=1)
     assert again.manifest.lossless
-    layers = [t.name for t in make_plan(open_checkpoint(source), encodings.get("bf16")).layers]
+    layers = [t.name for t in planned(source, encodings.get("bf16")).layers]
     for file in layers:
         assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "bf16" / file).read_bytes(), file
 
@@ -158,7 +158,7 @@ def test_partial_bf16_container_is_no_source(
     source = built("mixtral", "half", tmp_path_factory).root
     prepare(source, tmp_path / "o", encodings.get("bf16"), workers=1, layers=(0, 1))
     with pytest.raises(DataError, match="layer 1 is the first without experts"):
-        make_plan(open_checkpoint(tmp_path / "o"), encodings.get("int8"))
+        planned(tmp_path / "o", encodings.get("int8"))
 
 
 # -- which layers are dense, which are asked for ---------------------------------------------------------------------
@@ -183,10 +183,10 @@ def test_layers_not_asked_for_keep_their_names(tmp_path: Path) -> None:
     scale = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
     tensors[scale] = ("F32", tensors[scale][1], bytes(2 * len(tensors[scale][2])))
     config = SPEC.config() | {"num_hidden_layers": 2}
-    plan = make_plan(open_checkpoint(write(tmp_path / "s", tensors, config)), encodings.get("fp8"), layers=(0, 1))
+    plan = planned(write(tmp_path / "s", tensors, config), encodings.get("fp8"), layers=(0, 1))
     fates = {d.tensor.name: d.fate for d in plan.dispositions}
     assert fates[scale] == EXCLUDED and plan.codec.parameters["scale_dtype"] == "BF16"
-    assert make_plan(open_checkpoint(tmp_path / "s"), encodings.get("fp8")).codec.parameters["scale_dtype"] == "F32"
+    assert planned(tmp_path / "s", encodings.get("fp8")).codec.parameters["scale_dtype"] == "F32"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

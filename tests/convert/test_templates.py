@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from kits.checkpoints import SIDE_FILES, T_ORDER, write_checkpoint
 from kits.containers import container_id
+from kits.conversions import prepare
 
 from pagestone.convert import publish
 from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, digest
 from pagestone.formats.errors import DataError, RequestError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from kits.checkpoints import Spec, Tensor, write_checkpoint
 from kits.containers import contents
+from kits.conversions import prepare
 from kits.floats import flushing
 from kits.quantised import Fp8Spec
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings, floats, native, products, stats
 from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import MachineError, NonFiniteError

@@ -32,10 +32,10 @@ import numpy as np
 from kits import mutate
 from kits.checkpoints import Spec, write_checkpoint
 from kits.containers import contents
+from kits.conversions import prepare
 from kits.inference import command
 from kits.mutate import pick
 from kits.quantised import Fp8Spec
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings, native
 from pagestone.formats.digests import container_id, digest, layer_digest
 from pagestone.formats.dtypes import E4M3_VALUES

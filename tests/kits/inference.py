@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagestone.convert.prepare import prepare
+from kits.conversions import prepare
 from pagestone.formats import encodings
 from pagestone.reader.container import Container, open_container
 from pagestone.reader.store import StoreOptions, open_store

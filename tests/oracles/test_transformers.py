@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kits.checkpoints import T_BLOCK
+from kits.conversions import prepare
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.reader.container import open_container
 

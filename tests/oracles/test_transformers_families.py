@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 from kits.families import FAMILIES, MODELS, PARTS, Built, built, read_tensors, write_tensors
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import VIEWS
 from pagestone.validate.verify import verify

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.layout import PARTS

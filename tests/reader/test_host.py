@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from kits.conversions import prepare
 from kits.families import FAMILIES, MODELS, SIZES, build, read_tensors, write_tensors
 from kits.inference import TINY, Workshop, calm, equal, logits_of, sequence
 from kits.inference import model as any_model
 
 from pagestone.convert.families import registry as families
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.errors import DataError, RequestError

@@ -129,7 +129,8 @@ def test_the_tokenizer_is_a_side_file(
     assert all(n in container.manifest.files for n in names)
     source = tmp_path / "source"
     shutil.copytree(TINY, source, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
-    from pagestone.convert.prepare import prepare
+    from kits.conversions import prepare
+
     from pagestone.formats import encodings
 
     prepare(source, tmp_path / "out", encodings.get("int8"), workers=1)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 from kits.families import Raw, read_tensors, write_tensors
 from kits.quantised import Fp8Spec
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.layer_file import read_layer_file

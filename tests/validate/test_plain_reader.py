@@ -13,8 +13,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import DataError

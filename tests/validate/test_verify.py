@@ -15,9 +15,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 from kits.sectors import bad_disks
 
-from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
 from pagestone.reader.container import open_container
