@@ -221,61 +221,90 @@ def sidecar_name(layer_file: str) -> str:
     return layer_file.removesuffix(".safetensors") + ".rowsum.safetensors"
 
 
-def _described(meta: Mapping[str, str], file: Path) -> LayerFile:
-    """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
+def _not_understood(message: str, file: Path) -> DataError:
+    remedy = "the file was altered, or was written by a newer version: use that version, or convert again"
+    return DataError(message, code="E0221", file=file, remedy=remedy)
 
-    def fail(message: str) -> DataError:
-        remedy = "the file was altered, or was written by a newer version: use that version, or convert again"
-        return DataError(message, code="E0221", file=file, remedy=remedy)
 
-    def text(key: str) -> str:
-        if KEY + key not in meta:
-            raise fail(f"metadata {KEY + key} expected, found none")
-        return meta[KEY + key]
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """Metadata of the header of `file`; everything raises `DataError` where it is not what it must be."""
 
-    def number(key: str, least: int) -> int:
-        word = text(key)
+    stored: Mapping[str, str]
+    file: Path
+
+    def text(self, key: str) -> str:
+        if KEY + key not in self.stored:
+            raise _not_understood(f"metadata {KEY + key} expected, found none", self.file)
+        return self.stored[KEY + key]
+
+    def number(self, key: str, least: int) -> int:
+        word = self.text(key)
         if not word.isascii() or not word.isdigit() or len(word) > 12 or int(word) < least or str(int(word)) != word:
-            raise fail(f"metadata {KEY + key} expected to be an integer of at least {least}, found {brief(word)}")
+            message = f"metadata {KEY + key} expected to be an integer of at least {least}, found {brief(word)}"
+            raise _not_understood(message, self.file)
         return int(word)
 
-    if text("spec") != SPEC_VERSION:
-        raise fail(f"spec version {SPEC_VERSION} expected, found {brief(text('spec'))}")
-    if text("block") not in BLOCKS:
-        raise fail(f"block expected to be one of {', '.join(BLOCKS)}, found {brief(text('block'))}")
+    def one_of(self, key: str, allowed: tuple[str, ...]) -> str:
+        word = self.text(key)
+        if word not in allowed:
+            words = f"{key} expected to be one of {', '.join(allowed)}, found {brief(word)}"
+            raise _not_understood(words, self.file)
+        return word
+
+    def json(self, key: str) -> Any:
+        try:
+            return strict_json.loads(self.text(key))
+        except ValueError as error:
+            raise _not_understood(f"metadata is not the JSON expected: {error}", self.file) from None
+
+    def part_names(self) -> tuple[str, str, str]:
+        parts = self.json("parts")
+        if not isinstance(parts, list) or not all(isinstance(p, str) and p and "." not in p for p in parts):
+            raise _not_understood(f"part names without dots expected, found {brief(parts)}", self.file)
+        if len(parts) != 3 or len(set(parts)) != 3:
+            raise _not_understood(f"three different part names expected, found {brief(parts)}", self.file)
+        return parts[0], parts[1], parts[2]
+
+    def parameters(self) -> dict[str, Any]:
+        parameters = self.json("parameters")
+        if not isinstance(parameters, dict):
+            raise _not_understood(f"codec parameters expected as an object, found {brief(parameters)}", self.file)
+        return parameters
+
+    def bias_dtype(self) -> str | None:
+        bias = self.stored.get(KEY + "bias_dtype")
+        if bias not in (None, "BF16", "F16", "F32"):
+            raise _not_understood(f"bias type BF16, F16 or F32 expected, found {brief(bias)}", self.file)
+        return bias
+
+
+def _described(stored: Mapping[str, str], file: Path) -> LayerFile:
+    """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
+    meta = _Metadata(stored, file)
+    if meta.text("spec") != SPEC_VERSION:
+        raise _not_understood(f"spec version {SPEC_VERSION} expected, found {brief(meta.text('spec'))}", file)
+    block, part_names = meta.one_of("block", BLOCKS), meta.part_names()
+    parameters, bias = meta.parameters(), meta.bias_dtype()
     try:
-        parts = strict_json.loads(text("parts"))
-        parameters = strict_json.loads(text("parameters"))
-    except ValueError as error:
-        raise fail(f"metadata is not the JSON expected: {error}") from None
-    if not isinstance(parts, list) or not all(isinstance(p, str) and p and "." not in p for p in parts):
-        raise fail(f"part names without dots expected, found {brief(parts)}")
-    if len(parts) != 3 or len(set(parts)) != 3:
-        raise fail(f"three different part names expected, found {brief(parts)}")
-    if not isinstance(parameters, dict):
-        raise fail(f"codec parameters expected as an object, found {brief(parameters)}")
-    bias = meta.get(KEY + "bias_dtype")
-    if bias not in (None, "BF16", "F16", "F32"):
-        raise fail(f"bias type BF16, F16 or F32 expected, found {brief(bias)}")
-    try:
-        codec = encodings.get(text("codec"), parameters)
         described = LayerFile(
-            codec=codec,
-            block=text("block"),
-            layer=number("layer", 0),
-            prefix=text("prefix"),
-            shape=ExpertShape(number("hidden", 1), number("intermediate", 1), bias),
-            count=number("experts", 1),
-            part_names=(parts[0], parts[1], parts[2]),
+            codec=encodings.get(meta.text("codec"), parameters),
+            block=block,
+            layer=meta.number("layer", 0),
+            prefix=meta.text("prefix"),
+            shape=ExpertShape(meta.number("hidden", 1), meta.number("intermediate", 1), bias),
+            count=meta.number("experts", 1),
+            part_names=part_names,
         )
-        wanted = described.sidecar_metadata() if KEY + "sidecar" in meta else described.metadata()
+        must = described.sidecar_metadata() if KEY + "sidecar" in stored else described.metadata()
     except (RequestError, LayoutError) as error:
-        raise fail(error.message) from None
+        raise _not_understood(error.message, file) from None
     except ValueError as error:  # half a surrogate pair
-        raise fail(f"metadata is not Unicode text: {error}") from None
-    for key in [*wanted, *(k for k in meta if k.startswith(KEY))]:
-        if meta.get(key) != wanted.get(key):
-            raise fail(f"metadata {key} expected to be {wanted.get(key, 'absent')}, found {meta.get(key, 'none')}")
+        raise _not_understood(f"metadata is not Unicode text: {error}", file) from None
+    for key in [*must, *(k for k in stored if k.startswith(KEY))]:
+        if stored.get(key) != must.get(key):
+            words = f"metadata {key} expected to be {must.get(key, 'absent')}, found {stored.get(key, 'none')}"
+            raise _not_understood(words, file)
     return described
 
 

@@ -99,49 +99,54 @@ def read_text(path: str | os.PathLike[str]) -> tuple[bytes, int]:
 def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> Header:
     """Check the JSON bytes of a header against the size of its file; see `read_header`."""
 
-    def fail(message: str, code: str, tensor: str | None = None) -> DataError:
-        remedy = "download or make the file again: it is damaged or was not written by a safetensors library"
-        return DataError(message, code=code, file=file, tensor=tensor, remedy=remedy)
-
     try:
         if not raw.startswith(b"{"):
             raise ValueError("it does not begin with '{'")
         table = strict_json.loads(raw)
     except ValueError as error:  # bad UTF-8, bad JSON, duplicate keys, NUL padding, numbers without end
-        raise fail(f"the header is not the JSON safetensors prescribes: {error}", "E0204") from None
+        raise _malformed(file, f"the header is not the JSON safetensors prescribes: {error}", "E0204") from None
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise fail("__metadata__ must map strings to strings", "E0205")
+        raise _malformed(file, "__metadata__ must map strings to strings", "E0205")
     data_start = 8 + len(raw)
-    entries = []
-    for name, entry in table.items():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise fail("an entry must have dtype, shape and data_offsets only", "E0206", name)
-        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-            raise fail(f"a known element type expected, found {brief(dtype)}", "E0207", name)
-        if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**63 for d in shape):
-            raise fail(f"a shape of non-negative integers expected, found {brief(shape)}", "E0208", name)
-        if not isinstance(span, list) or len(span) != 2 or not all(type(o) is int for o in span):
-            raise fail(f"two offsets expected, found {brief(span)}", "E0209", name)
-        begin, end = span
-        bits = _bits_of(dtype, shape)
-        if not 0 <= begin <= end or bits != 8 * (end - begin):
-            takes = "more than any file holds" if bits is None else f"{bits} bits" if bits % 8 else f"{bits // 8} bytes"
-            raise fail(
-                f"{dtype} {brief(shape)} takes {takes}, data_offsets {brief(span)} span {end - begin}", "E0210", name
-            )
-        entries.append(TensorEntry(name, dtype, tuple(shape), data_start + begin, end - begin))
+    entries = [_entry(file, name, entry, data_start) for name, entry in table.items()]
     entries.sort(key=lambda e: (e.offset, e.nbytes))
     position = data_start
     for item in entries:
         if item.offset != position:
             word = "overlaps the tensor before it" if item.offset < position else "leaves a hole before it"
-            raise fail(f"data at byte {position} expected, found {item.offset}: it {word}", "E0211", item.name)
+            raise _malformed(
+                file, f"data at byte {position} expected, found {item.offset}: it {word}", "E0211", item.name
+            )
         position += item.nbytes
     if position != file_size:
-        raise fail(f"{position} bytes expected from the header, the file has {file_size}", "E0212")
+        raise _malformed(file, f"{position} bytes expected from the header, the file has {file_size}", "E0212")
     return Header(tuple(entries), metadata, data_start, file_size)
+
+
+def _malformed(file: str | os.PathLike[str], message: str, code: str, tensor: str | None = None) -> DataError:
+    remedy = "download or make the file again: it is damaged or was not written by a safetensors library"
+    return DataError(message, code=code, file=file, tensor=tensor, remedy=remedy)
+
+
+def _entry(file: str | os.PathLike[str], name: str, entry: Any, data_start: int) -> TensorEntry:
+    """One entry of a header's table, checked by itself: where it lies among the others is not."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _malformed(file, "an entry must have dtype, shape and data_offsets only", "E0206", name)
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise _malformed(file, f"a known element type expected, found {brief(dtype)}", "E0207", name)
+    if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**63 for d in shape):
+        raise _malformed(file, f"a shape of non-negative integers expected, found {brief(shape)}", "E0208", name)
+    if not isinstance(span, list) or len(span) != 2 or not all(type(o) is int for o in span):
+        raise _malformed(file, f"two offsets expected, found {brief(span)}", "E0209", name)
+    begin, end = span
+    bits = _bits_of(dtype, shape)
+    if not 0 <= begin <= end or bits != 8 * (end - begin):
+        takes = "more than any file holds" if bits is None else f"{bits} bits" if bits % 8 else f"{bits // 8} bytes"
+        words = f"{dtype} {brief(shape)} takes {takes}, data_offsets {brief(span)} span {end - begin}"
+        raise _malformed(file, words, "E0210", name)
+    return TensorEntry(name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
 def _bits_of(dtype: str, shape: list[int]) -> int | None:

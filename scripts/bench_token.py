@@ -152,8 +152,19 @@ def table(found: list[Way], plain: dict[str, Way]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Make the checkpoint, run every codec, print the table."""
+def slower(done: list[Way], plain: dict[str, Way]) -> None:
+    """Say where native experts are not the fastest."""
+    for codec, way in plain.items():
+        ours = {(w.experts, w.io): w.milliseconds for w in done if w.codec == codec}
+        for io in (RESIDENT, STREAMED):
+            if ours[host.NATIVE, io] > ours[host.REFERENCE, io]:
+                print(f"\n{codec}, {io}: native experts are slower than reference experts")
+        if ours[host.NATIVE, RESIDENT] > way.milliseconds:
+            print(f"\n{codec}: native experts in memory are slower than transformers with BF16 weights")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--layers", type=int, default=8)
@@ -167,7 +178,12 @@ def main() -> int:
         "--work", type=Path, help="where checkpoint and containers go; a temporary directory by default"
     )
     parser.add_argument("--json", type=Path)
-    words = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Make the checkpoint, run every codec, print the table."""
+    words = options()
     host.require()
     import torch
 
@@ -203,13 +219,7 @@ def main() -> int:
     print(f"{words.layers} layers, {words.experts} experts, a prompt of {words.prompt} tokens, {words.rounds} turns of "
           f"{words.tokens} tokens\n")  # fmt: skip
     print(table(done, plain))
-    for codec, way in plain.items():
-        ours = {(w.experts, w.io): w.milliseconds for w in done if w.codec == codec}
-        for io in (RESIDENT, STREAMED):
-            if ours[host.NATIVE, io] > ours[host.REFERENCE, io]:
-                print(f"\n{codec}, {io}: native experts are slower than reference experts")
-        if ours[host.NATIVE, RESIDENT] > way.milliseconds:
-            print(f"\n{codec}: native experts in memory are slower than transformers with BF16 weights")
+    slower(done, plain)
     print(f"\nstreamed logits differ from resident ones: {', '.join(wrong) if wrong else 'none'}")
     if words.json is not None:
         rows = [w.table() for w in (*done, *plain.values())]

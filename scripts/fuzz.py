@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent / "tests")  # for `kits`; here lies only half of our package
 HARD = 60
 """CPU seconds after which the system ends a case that does not come back."""
+Case = tuple[int, str, int]
+"""Number, kind and seed."""
 
 
 def work(pipe: Connection, room: str) -> None:
@@ -58,7 +61,7 @@ class Worker:
 
     def __init__(self, context: Any, room: Path) -> None:
         self._context, self._room = context, room
-        self.case: tuple[int, str, int] | None = None
+        self.case: Case | None = None
         self._start()
 
     def _start(self) -> None:
@@ -68,7 +71,7 @@ class Worker:
         self.process.start()
         there.close()
 
-    def give(self, case: tuple[int, str, int]) -> None:
+    def give(self, case: Case) -> None:
         self.case = case
         self.pipe.send(case[1:])
 
@@ -94,61 +97,85 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Progress:
+    """What has been tried and what failed; kept in a file, if there is one, so that a stopped run goes on."""
+
+    def __init__(self, how: argparse.Namespace, kinds: list[str]) -> None:
+        self.file: Path | None = how.state
+        self.job = {"seed": how.seed, "kinds": kinds}
+        self.state: dict[str, Any] = {"job": self.job, "next": 0, "failed": []}
+        if self.file is not None and self.file.exists():
+            self.state = json.loads(self.file.read_bytes())
+        self.answers: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in kinds}
+        self.done: set[int] = set()
+        self.begin = time.monotonic()
+
+    def note(self, case: Case, fault: str | None, answers: dict[str, int]) -> None:
+        """One case is done: everything below `next` is, and what lies beyond it is remembered until it is not."""
+        number, kind, seed = case
+        self.answers[kind].update(answers)
+        if fault is not None:
+            self.state["failed"].append({"kind": kind, "seed": seed, "fault": fault})
+            print(f"FAILED --kind {kind!r} --seed {seed} --cases 1\n  {fault}", flush=True)
+        self.done.add(number)
+        while self.state["next"] in self.done:
+            self.done.discard(self.state["next"])
+            self.state["next"] += 1
+        if number % 100 == 0 or fault is not None:
+            self.write()
+        if (number + 1) % 1000 == 0:
+            print(f"{number + 1} cases, {time.monotonic() - self.begin:.0f} s", file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.state))
+
+    def report(self, how: argparse.Namespace) -> None:
+        for kind, answers in self.answers.items():
+            print(f"{kind}: " + ", ".join(f"{code} {count}" for code, count in answers.most_common()))
+        last, failed = how.seed + how.cases - 1, len(self.state["failed"])
+        print(f"{how.cases} cases of seeds {how.seed} to {last}: {failed} failed")
+
+
+def hand_out(coming: Iterator[Case], workers: list[Worker], progress: Progress) -> None:
+    """Give every worker a case, again and again until there are none."""
+
+    def give(worker: Worker) -> None:
+        worker.case = None
+        case = next(coming, None)
+        if case is not None:
+            worker.give(case)
+
+    for worker in workers:
+        give(worker)
+    while busy := {w.pipe: w for w in workers if w.case is not None}:
+        for pipe in wait(list(busy)):
+            worker = busy[pipe]
+            assert worker.case is not None
+            progress.note(worker.case, *worker.answer())
+            give(worker)
+    for worker in workers:
+        worker.pipe.send(None)
+        worker.process.join()
+
+
 def main() -> int:
     from kits.fuzz import CASES
 
     how = options()
     kinds = [how.kind] if how.kind else sorted(CASES)
-    job = {"seed": how.seed, "kinds": kinds}
-    state: dict[str, Any] = {"job": job, "next": 0, "failed": []}
-    if how.state is not None and how.state.exists():
-        state = json.loads(how.state.read_bytes())
-        if state["job"] != job:
-            print(f"{how.state} is of other cases: {state['job']}", file=sys.stderr)
-            return 2
-    seen: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in kinds}
-    first, begin, done = state["next"], time.monotonic(), set[int]()
-    coming = iter(range(first, how.cases))
+    progress = Progress(how, kinds)
+    if progress.state["job"] != progress.job:
+        print(f"{how.state} is of other cases: {progress.state['job']}", file=sys.stderr)
+        return 2
+    first = progress.state["next"]
+    coming = ((number, kinds[number % len(kinds)], how.seed + number) for number in range(first, how.cases))
     context = multiprocessing.get_context("spawn")
-
-    def give(worker: Worker) -> None:
-        number = next(coming, None)
-        worker.case = None
-        if number is not None:
-            worker.give((number, kinds[number % len(kinds)], how.seed + number))
-
     with tempfile.TemporaryDirectory(prefix="pagestone-fuzz-") as room:
-        workers = [Worker(context, Path(room)) for _ in range(how.workers)]
-        for worker in workers:
-            give(worker)
-        while busy := {w.pipe: w for w in workers if w.case is not None}:
-            for pipe in wait(list(busy)):
-                worker = busy[pipe]
-                assert worker.case is not None
-                number, kind, seed = worker.case
-                fault, answers = worker.answer()
-                seen[kind].update(answers)
-                done.add(number)
-                if fault is not None:
-                    state["failed"].append({"kind": kind, "seed": seed, "fault": fault})
-                    print(f"FAILED --kind {kind!r} --seed {seed} --cases 1\n  {fault}", flush=True)
-                while state["next"] in done:
-                    done.discard(state["next"])
-                    state["next"] += 1
-                if how.state is not None and (number % 100 == 0 or fault is not None):
-                    how.state.write_text(json.dumps(state))
-                if (number + 1) % 1000 == 0:
-                    print(f"{number + 1} cases, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-                give(worker)
-        for worker in workers:
-            worker.pipe.send(None)
-            worker.process.join()
-    if how.state is not None:
-        how.state.write_text(json.dumps(state))
-    for kind, answers in seen.items():
-        print(f"{kind}: " + ", ".join(f"{code} {count}" for code, count in answers.most_common()))
-    print(f"{how.cases} cases of seeds {how.seed} to {how.seed + how.cases - 1}: {len(state['failed'])} failed")
-    return 1 if state["failed"] else 0
+        hand_out(coming, [Worker(context, Path(room)) for _ in range(how.workers)], progress)
+    progress.write()
+    progress.report(how)
+    return 1 if progress.state["failed"] else 0
 
 
 if __name__ == "__main__":

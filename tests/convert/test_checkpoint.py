@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kits.checkpoints import INDEX, SIDE_FILES, SINGLE, T_ORDER, Tensor, write_checkpoint, write_safetensors
+from kits.checkpoints import CONFIG, INDEX, SIDE_FILES, SINGLE, T_ORDER, Tensor, write_checkpoint, write_safetensors
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.side_files import SIDE_FILE_LIMIT
-from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
 
 TENSORS = {
     "a": Tensor.of([1, 2, 3]),
@@ -160,77 +161,52 @@ def test_fingerprint(tmp_path):
     assert prints[0] == prints[1] and len(set(prints)) == 3
 
 
-def broken(root: Path, how: str) -> None:
-    """Damage a checkpoint of two shards."""
-    shard = root / open_checkpoint(root).shards[1]
-    index = root / INDEX
-    if how == "missing shard":
-        shard.unlink()
-    elif how == "dangling link":
-        shard.unlink()
-        shard.symlink_to("../blobs/gone")
-    elif how == "shard that is a directory":
-        shard.unlink()
-        shard.mkdir()
-    elif how == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif how == "not in the header":
-        edit_index(root, z=shard.name)
-    elif how == "path in the index":
-        edit_index(root, a="../model.safetensors")
-    elif how == "index without a map":
-        index.write_text("{}")
-    elif how == "map of numbers":
-        index.write_text('{"weight_map": {"a": 1}}')
-    elif how == "index cut short":
-        index.write_text(index.read_text()[:-5])
-    elif how == "index of zeros":
-        index.write_bytes(bytes(100))
-    elif how == "dangling index":
-        index.unlink()
-        index.symlink_to("nowhere")
-    elif how == "config cut short":
-        (root / "config.json").write_text('{"a": ')
-    elif how == "config that is a list":
-        (root / "config.json").write_text("[]")
-    elif how == "config with half a surrogate":
-        (root / "config.json").write_text('{"a": "\\ud800"}')
-    elif how == "no config":
-        (root / "config.json").unlink()
-    elif how == "no index":
-        index.unlink()
-    elif how == "no weights":
-        for file in [*root.glob("*.safetensors"), index]:
-            file.unlink()
+def replaced(path: Path, target: str | None = None) -> None:
+    """A link to `target` in the place of a file, or a directory."""
+    path.unlink()
+    if target is None:
+        path.mkdir()
+    else:
+        path.symlink_to(target)
 
 
-DAMAGE = {
-    "missing shard": (DataError, "E0403"),
-    "dangling link": (DataError, "E0403"),
-    "shard that is a directory": (DataError, "E0403"),
-    "truncated": (DataError, "E0212"),
-    "not in the header": (DataError, "E0409"),
-    "path in the index": (DataError, "E0406"),
-    "index without a map": (DataError, "E0408"),
-    "map of numbers": (DataError, "E0408"),
-    "index cut short": (DataError, "E0407"),
-    "index of zeros": (DataError, "E0407"),
-    "dangling index": (DataError, "E0403"),
-    "config cut short": (DataError, "E0407"),
-    "config that is a list": (DataError, "E0407"),
-    "config with half a surrogate": (DataError, "E0407"),
-    "no config": (RequestError, "E0402"),
-    "no index": (RequestError, "E0404"),
-    "no weights": (RequestError, "E0404"),
-}
+def no_weights(root: Path, _: Path) -> None:
+    for file in [*root.glob("*.safetensors"), root / INDEX]:
+        file.unlink()
+
+
+DAMAGE: dict[str, tuple[type[PagestoneError], str, Callable[[Path, Path], object]]] = {
+    "missing shard": (DataError, "E0403", lambda root, shard: shard.unlink()),
+    "dangling link": (DataError, "E0403", lambda root, shard: replaced(shard, "../blobs/gone")),
+    "shard that is a directory": (DataError, "E0403", lambda root, shard: replaced(shard)),
+    "truncated": (DataError, "E0212", lambda root, shard: shard.write_bytes(shard.read_bytes()[:-1])),
+    "not in the header": (DataError, "E0409", lambda root, shard: edit_index(root, z=shard.name)),
+    "path in the index": (DataError, "E0406", lambda root, shard: edit_index(root, a="../model.safetensors")),
+    "index without a map": (DataError, "E0408", lambda root, shard: (root / INDEX).write_text("{}")),
+    "map of numbers": (DataError, "E0408", lambda root, shard: (root / INDEX).write_text('{"weight_map": {"a": 1}}')),
+    "index cut short": (
+        DataError, "E0407", lambda root, shard: (root / INDEX).write_text((root / INDEX).read_text()[:-5])
+    ),
+    "index of zeros": (DataError, "E0407", lambda root, shard: (root / INDEX).write_bytes(bytes(100))),
+    "dangling index": (DataError, "E0403", lambda root, shard: replaced(root / INDEX, "nowhere")),
+    "config cut short": (DataError, "E0407", lambda root, shard: (root / CONFIG).write_text('{"a": ')),
+    "config that is a list": (DataError, "E0407", lambda root, shard: (root / CONFIG).write_text("[]")),
+    "config with half a surrogate": (
+        DataError, "E0407", lambda root, shard: (root / CONFIG).write_text('{"a": "\\ud800"}')
+    ),
+    "no config": (RequestError, "E0402", lambda root, shard: (root / CONFIG).unlink()),
+    "no index": (RequestError, "E0404", lambda root, shard: (root / INDEX).unlink()),
+    "no weights": (RequestError, "E0404", no_weights),
+}  # fmt: skip
+"""The error expected, and what is done to a checkpoint of two shards: to its folder, or to its second shard."""
 
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damage(tmp_path, how):
     """Every kind of damage is an error that names the file and says what to do."""
     root = write_checkpoint(tmp_path / "s", TENSORS, {}, shards=2)
-    broken(root, how)
-    kind, code = DAMAGE[how]
+    kind, code, damage = DAMAGE[how]
+    damage(root, root / open_checkpoint(root).shards[1])
     with pytest.raises(kind) as caught:
         open_checkpoint(root)
     error = caught.value
