@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats.surroundings import measured_on
+from bench_open import machine
 
 PAGE = 4096
 CHUNK = 4 << 20
@@ -174,7 +174,11 @@ def main() -> None:
             subprocess.run([sys.executable, str(script), str(source), "--layers", str(args.layers),
                             "--experts", str(args.experts)], check=True, stdout=sys.stderr)  # fmt: skip
         results = [bench(codec, source, scratch, args) for codec in args.codec or ["bf16", "fp8", "int8", "q3", "q4"]]
-    facts = measured_on() | {"workers": args.workers, "source": "cold" if args.cold else "warm", "rounds": args.rounds}
+    facts = machine(os.environ.get("PYTHONPATH", "")) | {
+        "workers": args.workers,
+        "source": "cold" if args.cold else "warm",
+        "rounds": args.rounds,
+    }
     print(" ".join(f"{k}={v}" for k, v in facts.items()))
     print("| codec | in GB | out GB | wall s | floor s | wall / floor | GB/s of source | CPU s | peak RSS MiB |")
     print("|---|---|---|---|---|---|---|---|---|")

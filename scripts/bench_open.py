@@ -21,8 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pagestone.formats.surroundings import measured_on
-
 MAKE = """
 import sys
 from pathlib import Path
@@ -81,11 +79,24 @@ print(json.dumps({"cpu": time.process_time() - begun, "wall": time.perf_counter(
 WHAT = ("manifest", "first expert", "all layers")
 
 
+MACHINE = """
+import json
+from pagestone.formats.surroundings import measured_on
+print(json.dumps(measured_on()))
+"""
+
+
 def python(tree: str, code: str, *arguments: str) -> str:
     """What a program prints that imports the project from `tree`."""
     environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def machine(tree: str) -> dict[str, Any]:
+    """What the numbers depend on; asked of `tree`, because beside a script lies only half of the package."""
+    facts: dict[str, Any] = json.loads(python(tree, MACHINE))
+    return facts
 
 
 def main() -> None:
@@ -117,7 +128,8 @@ def main() -> None:
         }
         for name, by_what in found.items()
     }
-    print(json.dumps({"machine": measured_on(), "layers": args.layers, "experts": args.experts, **table}, indent=1))
+    facts = {"machine": machine(own), "layers": args.layers, "experts": args.experts}
+    print(json.dumps(facts | table, indent=1))
 
 
 if __name__ == "__main__":
