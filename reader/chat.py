@@ -1,4 +1,4 @@
-"""From messages to streamed text: sampling, one turn, and a session of turns."""
+"""From messages to streamed text: sampling, one turn, and turn after turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.text import size_text
 from pagestone.reader.decoding import Emit, Speech, ignore
-from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Counters, Totals
+from pagestone.reader.model import Model
 from pagestone.reader.sampling import Sampler, Sampling
 from pagestone.reader.text import Message, Tokenizer, check_ids
 
@@ -26,7 +26,7 @@ class TurnEnded(Exception):
 
 
 @contextmanager
-def interruptible(model: HostModel) -> Iterator[None]:
+def interruptible(model: Model) -> Iterator[None]:
     """Within it Ctrl-C raises `TurnEnded` before the next layer's experts; a second Ctrl-C is `KeyboardInterrupt`."""
     pressed = 0
 
@@ -135,7 +135,7 @@ class Conversation:
     """
 
     def __init__(
-        self, model: HostModel, tokenizer: Tokenizer, sampling: Sampling, ends: frozenset[int], note: Emit = ignore
+        self, model: Model, tokenizer: Tokenizer, sampling: Sampling, ends: frozenset[int], note: Emit = ignore
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._sampler = Sampler(sampling)
@@ -144,11 +144,13 @@ class Conversation:
         self._fed: list[int] = []
         self._state: Any = None
 
-    def answer(self, messages: Sequence[Message], limit: int, emit: Emit, think: Emit = ignore) -> Turn:
+    def answer(self, messages: Sequence[Message], limit: int, emit: Emit = ignore, think: Emit = ignore) -> Turn:
         """The assistant's turn after `messages` by the chat template."""
         return self.turn(self.tokenizer.chat(messages), limit, emit, think)
 
-    def turn(self, ids: Sequence[int], limit: int, emit: Emit, think: Emit = ignore, *, raw: bool = False) -> Turn:
+    def turn(
+        self, ids: Sequence[int], limit: int, emit: Emit = ignore, think: Emit = ignore, *, raw: bool = False
+    ) -> Turn:
         """At most `limit` tokens after `ids`; text is emitted as soon as its characters are whole.
 
         `emit` is given the answer, `think` the thought; with `raw` everything is answer. Ctrl-C ends it early; what was
@@ -225,7 +227,7 @@ class Conversation:
             pending = [chosen]
 
 
-def session(
+def converse(
     talk: Conversation, limit: int, ask: Callable[[], str | None], emit: Emit, note: Emit, system: str | None = None,
     think: Emit = ignore,
 ) -> None:  # fmt: skip

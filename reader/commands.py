@@ -14,21 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, read_experts
-from pagestone.formats.text import shown, shown_lines, size_text
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import inputs
-from pagestone.reader.budget import default_budget, parse_size, row_sum_bytes
-from pagestone.reader.container import Container, open_container, open_to_run
+from pagestone.reader.budget import parse_size
+from pagestone.reader.container import Container, open_container
 from pagestone.reader.files import MachineErrors
 
 if TYPE_CHECKING:
-    from pagestone.reader.host import HostModel
     from pagestone.reader.sampling import Sampling
-    from pagestone.reader.store import ExpertStore
-    from pagestone.reader.text import Tokenizer
+    from pagestone.reader.session import Session
 
 
 def register(app: typer.Typer) -> None:
@@ -196,23 +193,24 @@ class Running:
         ),
     ] = None
 
-    def sampling(self, directory: Path) -> Sampling:
+    def open(self, directory: Path) -> Session:
+        """The container with everything these options say; its model is not loaded yet."""
+        from pagestone.reader.session import Session, SessionOptions
+        from pagestone.reader.text import parse_variables
+
+        options = SessionOptions(
+            self.io, None if self.budget is None else parse_size(self.budget), self.threads, self.experts,
+            self.tokenizer, parse_variables(self.template_var or []),
+        )  # fmt: skip
+        return Session(directory, options, _note)
+
+    def sampling(self, session: Session) -> Sampling:
         """How tokens are chosen: these options over what the publisher recommends."""
-        from pagestone.reader.sampling import choose_sampling
+        return session.sampling(**{name: getattr(self, name) for name in SAMPLING}, seed=self.seed)
 
-        return choose_sampling(directory, **{name: getattr(self, name) for name in SAMPLING}, seed=self.seed)
-
-    def open_tokenizer(self, directory: Path) -> Tokenizer:
-        """The container's tokenizer or the one given, with the template's variables."""
-        from pagestone.reader.text import open_tokenizer, parse_variables
-
-        return open_tokenizer(directory, self.tokenizer, parse_variables(self.template_var or []))
-
-    def open_model(self, directory: Path, sampling: Sampling) -> Opened:
-        """The container's model, with everything said that is worth knowing."""
-        opened = open_model(directory, self.budget, self.io, self.threads, _note, self.experts)
-        _note(sampling.text([name for name in SAMPLING if getattr(self, name) is not None]))
-        return opened
+    def given(self) -> list[str]:
+        """The options of sampling that were given."""
+        return [name for name in SAMPLING if getattr(self, name) is not None]
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -239,58 +237,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in (*kept, *shared)}
     return call
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A container with its store and model, for `run`, `chat` and the judges."""
-
-    container: Container
-    store: ExpertStore
-    model: HostModel
-
-
-def open_model(
-    directory: Path, budget: str | None, io: str, threads: int, note: Any = lambda _: None, experts: str = "auto"
-) -> Opened:
-    """The model of a container, ready to run; `note` is told how experts are read and multiplied."""
-    from pagestone.reader import host
-    from pagestone.reader.dense import dense_entries
-    from pagestone.reader.store import StoreOptions, open_store
-
-    host.require()
-    container = open_to_run(directory)
-    experts = host.experts_for(container.manifest.codec, experts)
-    host.check_runnable(container)
-    sums = row_sum_bytes(container) if experts == host.NATIVE else 0
-    if budget is not None and io != "direct":
-        raise RequestError(
-            f"--budget bounds reads into a cache, and --io {io} has none", code="E1240", remedy="use --io direct"
-        )
-    room = None
-    if io == "direct":
-        dense = sum(e.nbytes for _, e in dense_entries(container).values())
-        room = parse_size(budget) if budget is not None else default_budget(container, dense + sums)
-    store, notes = open_store(container, StoreOptions(io, room, threads, beside=experts == host.NATIVE, note=note))
-    try:
-        model = host.load(container, store, experts=experts)
-    except BaseException:
-        store.close()
-        raise
-    budgeted = "" if room is None else f", at most {size_text(room)} of experts in memory"
-    checked = " (not compared with their digests)" if io == "mmap" else ""
-    how = f"native products ({native.isa()})" if experts == host.NATIVE else "reference products"
-    codec = container.manifest.codec
-    for text in (f"{codec} experts, {how}, {store.mode}{checked}{budgeted}", *notes, *model.notes):
-        note(text)
-    if experts == host.NATIVE and (slow := native.slow_note()) is not None:
-        note(slow)
-    if sums:
-        held = "mapped" if io == "mmap" else "in memory beside them, read once"
-        note(f"row sums of all experts: {size_text(sums)} {held}")
-    for cast in model.casts:
-        note(f"{cast.name}: stored as {cast.stored}, runs as {cast.used}, as in transformers")
-    return Opened(container, store, model)
 
 
 def _note(text: str) -> None:
@@ -341,11 +287,8 @@ def _run(
     *,
     running: Running,
 ) -> None:
-    from pagestone.reader import host
-    from pagestone.reader.chat import Conversation
     from pagestone.reader.decoding import ignore
-    from pagestone.reader.leases import Totals
-    from pagestone.reader.text import check_ids, end_tokens
+    from pagestone.reader.text import check_ids
 
     if raw and (system or running.template_var):
         raise RequestError(
@@ -353,38 +296,47 @@ def _run(
             code="E1252",
             remedy="leave out --raw, or the others",
         )
-    open_to_run(directory)
-    sampling = running.sampling(directory)
-    text = inputs.stdin() if prompt == "-" else inputs.option("--prompt", prompt)
-    if prompt == "-" and not raw:
-        text = text.rstrip("\r\n")  # the end of the last line is the shell's, not the user's
-    tokenizer = running.open_tokenizer(directory)
-    ids = tokenizer.encode(text) if raw else tokenizer.chat([*_system(system), {"role": "user", "content": text}])
-    check_ids(ids, host.vocabulary_of(directory), tokenizer.place)
-    ends = end_tokens(directory, tokenizer)
-    opened = running.open_model(directory, sampling)
-    screen = _Screen()
-    try:
-        talk = Conversation(opened.model, tokenizer, sampling, ends, _note)
+    with running.open(directory) as session:
+        sampling = running.sampling(session)
+        text = _prompt(prompt, raw)
+        tokenizer = session.tokenizer
+        ids = tokenizer.encode(text) if raw else tokenizer.chat([*_system(system), {"role": "user", "content": text}])
+        check_ids(ids, session.vocabulary, tokenizer.place)
+        talk = session.conversation(sampling)
+        _note(sampling.text(running.given()))
+        screen = _Screen()
         say, think = (ignore, ignore) if as_json else (screen.say, screen.think)
         turn = talk.turn(ids, max_new_tokens, say, think, raw=raw)
         if as_json:
-            counters = Totals.of(opened.store.counters).layers
-            print(json.dumps(turn.table() | {
-                "directory": str(directory), "container_id": opened.container.container_id, "io": opened.store.mode,
-                "experts": opened.model.context.experts, "sampling": asdict(sampling),
-                "peak_bytes": getattr(opened.store, "peak_bytes", None),
-                "layers": {str(n): c.table() for n, c in counters.items()},
-            }, indent=1))  # fmt: skip
+            print(json.dumps(turn.table() | _facts(session, sampling), indent=1))
         else:
             screen.say("\n")
             if (ending := turn.ending()) is not None:
                 _note(ending)
             _note(turn.report())
-    finally:
-        opened.model.close()
     if turn.stopped == "interrupted":
         raise typer.Exit(130)
+
+
+def _prompt(given: str, raw: bool) -> str:
+    """What the user says: an option, or stdin for "-"."""
+    if given != "-":
+        return inputs.option("--prompt", given)
+    text = inputs.stdin()
+    return text if raw else text.rstrip("\r\n")  # the end of the last line is the shell's, not the user's
+
+
+def _facts(session: Session, sampling: Sampling) -> dict[str, Any]:
+    """What `run --json` says of the run beside the answer."""
+    from pagestone.reader.leases import Totals
+
+    store = session.store
+    return {
+        "directory": str(session.path), "container_id": session.container.container_id, "io": store.mode,
+        "experts": session.loading.experts, "sampling": asdict(sampling),
+        "peak_bytes": getattr(store, "peak_bytes", None),
+        "layers": {str(n): c.table() for n, c in Totals.of(store.counters).layers.items()},
+    }  # fmt: skip
 
 
 @with_options
@@ -395,21 +347,15 @@ def _chat(
     *,
     running: Running,
 ) -> None:
-    from pagestone.reader.chat import Conversation, session
-    from pagestone.reader.text import end_tokens
+    from pagestone.reader.chat import converse
 
-    open_to_run(directory)
-    sampling = running.sampling(directory)
-    tokenizer = running.open_tokenizer(directory)
-    tokenizer.chat([*_system(system), {"role": "user", "content": "?"}])  # before minutes are spent on loading
-    ends = end_tokens(directory, tokenizer)
-    opened = running.open_model(directory, sampling)
-    screen = _Screen()
-    try:
-        talk = Conversation(opened.model, tokenizer, sampling, ends, _note)
-        session(talk, max_new_tokens, _asker(), screen.say, _note, system, screen.think)
-    finally:
-        opened.model.close()
+    with running.open(directory) as session:
+        sampling = running.sampling(session)
+        session.tokenizer.chat([*_system(system), {"role": "user", "content": "?"}])  # before minutes of loading
+        talk = session.conversation(sampling)
+        _note(sampling.text(running.given()))
+        screen = _Screen()
+        converse(talk, max_new_tokens, _asker(), screen.say, _note, system, screen.think)
 
 
 def _system(system: str | None) -> list[dict[str, str]]:

@@ -26,43 +26,15 @@ from torch import Tensor, nn
 from pagestone.formats.digests import digest
 from pagestone.formats.dtypes import Array, to_f32
 from pagestone.formats.errors import DataError, NonFiniteError, RequestError
+from pagestone.reader import transformers_inside as inside
 from pagestone.reader.container import Expert, Matrix
-from pagestone.reader.host import NATIVE
 from pagestone.reader.leases import Lease
-from pagestone.reader.store import ExpertStore
-
-
-class Observer(Protocol):
-    """Told what a layer's experts did, for audits. Digests are XXH3-128 of raw bytes."""
-
-    def layer(self, layer: int, what: str, found: bytes) -> None:
-        """`what` is "input", "routing" (ids and weights) or "output"."""
-
-    def expert(self, layer: int, expert: int, found: bytes) -> None:
-        """The rows an expert adds."""
+from pagestone.reader.model import NATIVE, Context, bytes_of
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """XXH3-128 of a tensor's bytes, row by row."""
-    return digest(raw_bytes(tensor))
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order (a copy only if it is not contiguous)."""
-    bits: Any = tensor.detach().contiguous().view(torch.uint8).reshape(-1).numpy()
-    return memoryview(bits)
-
-
-class Context:
-    """What the layers of one model share: store, products, observer, and a way to stop between layers."""
-
-    def __init__(self, store: ExpertStore, experts: str = NATIVE) -> None:
-        self.store, self.experts = store, experts
-        self.threads: int | None = None
-        """Threads of a native product; None: as many as torch uses. They change no bit."""
-        self.observer: Observer | None = None
-        self.checkpoint: Callable[[], None] = lambda: None
-        """Called before every layer's experts; may raise to stop the forward pass where nothing is leased."""
+    return digest(bytes_of(tensor))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -115,7 +87,7 @@ class NativeProducts:
         return self._multiply(rows, expert.down)
 
     def _multiply(self, rows: Tensor, matrix: Matrix) -> Tensor:
-        out = torch.empty(len(rows), matrix.rows, dtype=rows.dtype)
+        out = torch.empty(len(rows), matrix.rows, dtype=rows.dtype, device=rows.device)
         threads = self._context.threads or torch.get_num_threads()
         matrix.multiply(_bits(rows.contiguous()), out=_bits(out), threads=threads)
         return out
@@ -232,7 +204,7 @@ class GptOssExperts(RoutedExperts):
 
     def __init__(self, original: Any, layer: int, context: Context) -> None:
         super().__init__(original, layer, context)
-        self.apply_gate: Callable[[Tensor], Tensor] = original._apply_gate
+        self.apply_gate: Callable[[Tensor], Tensor] = inside.gate_of(original)
 
     def expert(self, rows: Tensor, expert: Expert) -> Tensor:
         gate, up, down = (_bias(m, rows.dtype) for m in (expert.gate, expert.up, expert.down))

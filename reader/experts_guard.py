@@ -11,13 +11,12 @@ Importing this module imports nothing of transformers; its functions do.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from pagestone.formats.errors import RequestError
+from pagestone.reader import transformers_inside as inside
 
 if TYPE_CHECKING:
     from pagestone.reader.experts import RoutedExperts
@@ -27,18 +26,15 @@ ACTIVATIONS = (
     "sigmoid", "silu", "swish", "tanh", "mish", "hardswish", "linear",
 )  # fmt: skip
 """Activations as a config names them: element by element, without parameters."""
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 PLAIN = ("gate_up_proj", "down_proj")
 BIASED = (*PLAIN, "gate_up_proj_bias", "down_proj_bias")
 
 
 def ours_for(theirs: Any, name: str, file: Path) -> type[RoutedExperts]:
     """The class of ours that computes what the module `theirs` does; `RequestError` (E1225) if none is proved to."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as TheirGptOss
-
     from pagestone.reader.experts import GptOssExperts, RoutedExperts
 
-    gpt_oss = type(theirs) is TheirGptOss
+    gpt_oss = inside.is_gpt_oss(theirs)
     problem = _altered(theirs, BIASED if gpt_oss else PLAIN) or (None if gpt_oss else _no_standard(theirs))
     if problem is not None:
         raise RequestError(
@@ -52,53 +48,32 @@ def ours_for(theirs: Any, name: str, file: Path) -> type[RoutedExperts]:
 
 def _altered(theirs: Any, parameters: tuple[str, ...]) -> str | None:
     """What an instance has that its class does not say; None if nothing."""
-    found = {name for name, _ in theirs.named_parameters()} | {name for name, _ in theirs.named_buffers()}
-    if found != set(parameters):
-        return f"the parameters {', '.join(sorted(parameters))} expected, found {', '.join(sorted(found)) or 'none'}"
-    own = {"forward", "_apply_gate"} & vars(theirs).keys()
-    if own:
-        return f"a method of its class expected, found one of its own: {min(own)}"
-    if theirs._forward_hooks or theirs._forward_pre_hooks:
+    held = {name for name, _ in theirs.named_parameters()} | {name for name, _ in theirs.named_buffers()}
+    if held != set(parameters):
+        return f"the parameters {', '.join(sorted(parameters))} expected, found {', '.join(sorted(held)) or 'none'}"
+    changed = inside.changed_methods(theirs)
+    if any("hook" in name for name in changed):
         return "no hook expected, found one"
-    return None
+    return f"a method of its class expected, found one of its own: {min(changed)}" if changed else None
 
 
 def _no_standard(theirs: Any) -> str | None:
     """What keeps a module from being proved standard; None if it is."""
-    from transformers.activations import ACT2FN
-    from transformers.integrations import moe
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
     kind = type(theirs)
-    forward, known = _eager(kind), _eager(MixtralExperts)
-    if forward is None or known is None:
+    forward, standard = inside.eager_forward(kind), inside.standard_forward()
+    if forward is None or standard is None:
         return "its forward is not the library's"
-    if not same_function(forward, known):
+    if not same_function(forward, standard):
         return "its eager forward is not the standard one"
-    if getattr(kind, "_apply_gate", None) is not moe._default_apply_gate:
+    if not inside.has_default_gate(kind):
         return "it has a gate of its own"
-    flags = tuple(getattr(theirs, flag, None) for flag in FLAGS)
-    if flags != (True, False, False, True, False):
-        return ", ".join(f"{name} is {flag}" for name, flag in zip(FLAGS, flags, strict=True))
+    flags = inside.flags_of(theirs)
+    if flags != inside.FLAGS:
+        return ", ".join(f"{name} is {flag}" for name, flag in flags.items())
     activation = type(getattr(theirs, "act_fn", None))
-    if activation not in {type(ACT2FN[word]) for word in ACTIVATIONS}:
+    if activation not in inside.activation_types(ACTIVATIONS):
         return f"its activation {activation.__name__} is not among the known ones"
     return None
-
-
-def _eager(kind: type) -> Callable[..., Any] | None:
-    """The forward that a class decorated by transformers runs eagerly; None if the library did not decorate it."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    outer: Any = kind.__dict__.get("forward")
-    if not isinstance(outer, FunctionType) or outer.__code__ is not MixtralExperts.forward.__code__:
-        return None
-    inner = inspect.getclosurevars(outer).nonlocals
-    if inner.get("experts_interface") is not ALL_EXPERTS_FUNCTIONS:
-        return None
-    found: Callable[..., Any] | None = inner.get("original_forward")
-    return found
 
 
 def same_function(one: Any, two: Any) -> bool:

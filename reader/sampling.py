@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.strict_json import brief
-from pagestone.reader.text import GENERATION, read_table, wrong_field
-
-if TYPE_CHECKING:
-    import torch
+from pagestone.reader.configs import GENERATION, read_table, wrong_field
+from pagestone.reader.model import Logits, values_of
 
 Test = Callable[[Any], bool]
 LIMITS: dict[str, tuple[str, Test]] = {
@@ -149,12 +147,12 @@ class Sampler:
         self._how = sampling
         self._random = np.random.PCG64(sampling.seed)
 
-    def __call__(self, logits: torch.Tensor, seen: Collection[int] = ()) -> int:
+    def __call__(self, logits: Logits, seen: Collection[int] = ()) -> int:
         """A token id for logits [vocabulary]; `seen` are the ids of prompt and answer. See `candidates`.
 
         A draw takes the upper 53 bits of one number of PCG64 as a fraction of 1 along the probabilities.
         """
-        ids, chances = candidates(logits.detach().float().numpy(), self._how, seen)
+        ids, chances = candidates(values_of(logits), self._how, seen)
         if self._how.temperature == 0:
             return int(ids[0])
         drawn = (int(self._random.random_raw()) >> 11) * 2.0**-53

@@ -11,48 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
-from pagestone.formats.strict_json import brief, load_object, loads
-from pagestone.reader import host
-from pagestone.reader.files import RESTORE, MachineErrors
+from pagestone.formats.strict_json import brief, loads
+from pagestone.reader.configs import GENERATION, is_int, read_config, read_table, vocabulary_of, wrong_field
+from pagestone.reader.files import RESTORE
 from pagestone.reader.inputs import file as read_text
 from pagestone.reader.inputs import option
+from pagestone.reader.libraries import quiet, reason, require
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
 SIDE_TABLES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "chat_template.json", "config.json")  # fmt: skip
 """What transformers reads as JSON objects when it makes a tokenizer."""
 FIELD_TABLES = ("tokenizer_config.json", "special_tokens_map.json")
-GENERATION = "generation_config.json"
 FEWEST = 0.5
 """A tokenizer with a smaller share of the model's vocabulary than this is another model's, or incomplete."""
 GIVE = "give --tokenizer DIR, a directory that holds the model's tokenizer"
 
 Message = dict[str, str]
-
-
-# -- configs ----------------------------------------------------------------------------------------------------------
-
-
-def read_table(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} if there is no such file. `DataError` (E1227) if it is anything else."""
-    if not path.is_file():
-        return {}
-    with MachineErrors(path, "reading"):
-        return load_object(path, code="E1227", remedy=RESTORE, twice=True, constants=True)
-
-
-def wrong_field(path: Path, name: str, expected: str, found: Any, remedy: str = RESTORE) -> DataError:
-    """What to raise (E1235) for a field of a config that is not as it must be."""
-    return DataError(f"{name}: {expected} expected, found {brief(found)}", code="E1235", file=path, remedy=remedy)
-
-
-def read_config(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json of a model, and the part that describes its language model (itself, or `text_config`)."""
-    table = read_table(root / "config.json")
-    part = table.get("text_config")
-    if part is not None and not isinstance(part, dict):
-        raise wrong_field(root / "config.json", "text_config", "an object", part)
-    return table, table if part is None else part
 
 
 def end_tokens(root: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
@@ -69,11 +44,6 @@ def end_tokens(root: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
     if tokenizer is not None and is_int(tokenizer.tokens.eos_token_id):
         found.add(tokenizer.tokens.eos_token_id)
     return frozenset(found)
-
-
-def is_int(value: Any) -> bool:
-    """Whether it is an integer, and not a bool that passes for one."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -118,7 +88,7 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it can raise anything
             roles = ", ".join(m["role"] for m in messages[-4:])
             raise RequestError(
-                f"the chat template fails on messages of {roles}: {host.reason(error)}",
+                f"the chat template fails on messages of {roles}: {reason(error)}",
                 code="E1234",
                 file=self._template_file(),
                 remedy="leave out what it does not take (a system message?), use `pagestone run --raw`, or give "
@@ -181,8 +151,8 @@ def open_tokenizer(root: Path, given: Path | None = None, variables: Mapping[str
     Raises `RequestError`: E1230 if there is none or it cannot be loaded, E1233 if it is not this model's;
     `DataError` E1237 if the file that is damaged can be told.
     """
-    host.require()
-    host.quiet()
+    require("transformers")
+    quiet()
     from transformers import AutoTokenizer
 
     place = given or root
@@ -248,10 +218,10 @@ def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
             return _damaged(path, complaint)
     try:
         if (place / "config.json").is_file():
-            host.vocabulary_of(place)  # which class of tokenizer it is stands there
+            vocabulary_of(place)  # which class of tokenizer it is stands there
     except RequestError as config:
         return config
-    why = host.reason(error)
+    why = reason(error)
     plain = why.lower().replace("_", " ")
     tables = (place / name for name in FIELD_TABLES)
     speaks_of = (path for path in tables if any(f.replace("_", " ") in plain for f in read_table(path)))
@@ -300,7 +270,7 @@ def _tokenizer_complaint(path: Path) -> str | None:
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        return f"a tokenizer expected: {host.reason(error)}"
+        return f"a tokenizer expected: {reason(error)}"
     return None
 
 

@@ -34,11 +34,12 @@ from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
 from pagestone.formats.surroundings import measured_on
-from pagestone.reader import host
 from pagestone.reader.budget import all_records, largest_record
 from pagestone.reader.container import open_container
-from pagestone.reader.host import HostModel
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.hosts.transformers import TransformersModel
 from pagestone.reader.leases import Totals
+from pagestone.reader.model import NATIVE, PRODUCTS, REFERENCE, bytes_of
 from pagestone.reader.store import StoreOptions, open_store
 
 CODECS = "bf16,int8,fp8,q4,q3"
@@ -52,7 +53,7 @@ class Way:
     codec: str
     experts: str
     io: str
-    model: HostModel | None
+    model: TransformersModel | None
     state: Any = None
     seconds: list[float] = field(default_factory=list)
     prefill: float = 0.0
@@ -68,13 +69,11 @@ class Way:
 
     def feed(self, ids: list[int]) -> float:
         """Seconds for `ids` at once; their logits are hashed afterwards."""
-        from pagestone.reader.experts import raw_bytes
-
         assert self.model is not None
         begun = time.perf_counter()
         logits, self.state = self.model.forward(ids, self.state)
         took = time.perf_counter() - begun
-        self.logits.update(raw_bytes(logits))
+        self.logits.update(bytes_of(logits))
         return took
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ def ways(codec: str, directory: Path) -> list[Way]:
     budget = max(largest_record(container), all_records(container) // 4)
     found = []
     for io in (RESIDENT, STREAMED):
-        for experts in host.EXPERTS:
+        for experts in PRODUCTS:
             options = StoreOptions("resident") if io == RESIDENT else StoreOptions("direct", budget)
             store, notes = open_store(container, options)
             for note in notes:
@@ -133,7 +132,7 @@ def _counted(way: Way) -> Any:
 def unequal(found: list[Way]) -> list[str]:
     """Kinds of experts whose streamed and resident logits differ."""
     of = {(w.experts, w.io): w.logits.hexdigest() for w in found}
-    return [e for e in host.EXPERTS if of[e, STREAMED] != of[e, RESIDENT]]
+    return [e for e in PRODUCTS if of[e, STREAMED] != of[e, RESIDENT]]
 
 
 def table(found: list[Way], plain: dict[str, Way]) -> str:
@@ -143,9 +142,9 @@ def table(found: list[Way], plain: dict[str, Way]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for codec in dict.fromkeys(w.codec for w in found):
         of = {(w.experts, w.io): w for w in found if w.codec == codec}
-        reference, streamed = of[host.REFERENCE, RESIDENT], of[host.NATIVE, STREAMED]
-        ours, theirs = of[host.NATIVE, RESIDENT].milliseconds, plain[codec].milliseconds
-        cells = [f"{of[e, io].milliseconds:.1f} ms" for io in (RESIDENT, STREAMED) for e in host.EXPERTS]
+        reference, streamed = of[REFERENCE, RESIDENT], of[NATIVE, STREAMED]
+        ours, theirs = of[NATIVE, RESIDENT].milliseconds, plain[codec].milliseconds
+        cells = [f"{of[e, io].milliseconds:.1f} ms" for io in (RESIDENT, STREAMED) for e in PRODUCTS]
         cells += [f"{theirs:.1f} ms", f"{reference.milliseconds / ours:.1f}x", f"{theirs / ours:.2f}x"]
         cells += [f"{streamed.read / 1e6:.0f}", f"{100 * streamed.hit_rate:.0f} %"]
         lines.append(f"| {codec} | " + " | ".join(cells) + " |")
@@ -157,9 +156,9 @@ def slower(done: list[Way], plain: dict[str, Way]) -> None:
     for codec, way in plain.items():
         ours = {(w.experts, w.io): w.milliseconds for w in done if w.codec == codec}
         for io in (RESIDENT, STREAMED):
-            if ours[host.NATIVE, io] > ours[host.REFERENCE, io]:
+            if ours[NATIVE, io] > ours[REFERENCE, io]:
                 print(f"\n{codec}, {io}: native experts are slower than reference experts")
-        if ours[host.NATIVE, RESIDENT] > way.milliseconds:
+        if ours[NATIVE, RESIDENT] > way.milliseconds:
             print(f"\n{codec}: native experts in memory are slower than transformers with BF16 weights")
 
 
@@ -184,7 +183,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Make the checkpoint, run every codec, print the table."""
     words = options()
-    host.require()
+    host.HOST.require()
     import torch
 
     if words.threads is not None:

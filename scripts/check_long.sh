@@ -42,6 +42,7 @@ step() {
 
 step "style and types" style_and_types
 step "all tests, all families, published sizes" "$VENV/bin/pytest" -q -n 2 --timeout 7200
+step "all families, oldest transformers" scripts/check_oldest.sh
 step "30,000 damaged files" "$VENV/bin/python" scripts/fuzz.py --cases 30000
 step "kernels under sanitizers" env PYTHON="$PWD/$VENV/bin/python" scripts/sanitize.sh
 step "every combination of streaming" "$VENV/bin/python" scripts/torture_logits.py

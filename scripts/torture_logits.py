@@ -24,10 +24,12 @@ from typing import Any
 from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
-from pagestone.reader import host
 from pagestone.reader.budget import all_records
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, open_container
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.model import NATIVE, PRODUCTS
+from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.store import FileRecords, MappedStore, RecordDigests
 from pagestone.validate.logits import resident_model
 from pagestone.validate.sides import Prompt, first_difference, proof, run_side
@@ -72,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=TINY)
     parser.add_argument("--codecs", default=",".join(sorted(encodings.registry())))
-    parser.add_argument("--experts", choices=host.EXPERTS, default=host.NATIVE)
+    parser.add_argument("--experts", choices=PRODUCTS, default=NATIVE)
     parser.add_argument("--lengths", default="1,2,17,64,129,300")
     parser.add_argument("--threads", default="1,2,4")
     parser.add_argument("--seeds", type=int, default=3, help="eviction histories, the first being the policy's own")
@@ -87,7 +89,7 @@ def main() -> int:
             path = Path(work) / codec
             prepare(make_plan(Request(words.checkpoint, encodings.get(codec))), path, workers=2)
             container = open_container(path)
-            resident = resident_model(container, None, experts=words.experts)
+            resident = resident_model(Session(path, SessionOptions(experts=words.experts)))
             source = random.Random(7)
             prompts = [Prompt(str(n), tuple(source.randrange(resident.vocabulary) for _ in range(n))) for n in lengths]
             wanted = run_side(resident, prompts, words.steps)

@@ -62,6 +62,51 @@ def test_arrows(room):
                 assert len(words) > 1 and words[1] in (*ALLOWED[room], "__version__"), f"{file}:{line}: {name}"
 
 
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules of ours it imports anywhere: at its top, within functions, for type checkers alone."""
+    files = {}
+    for room in ROOMS:
+        for file in sources(room):
+            name = ".".join(("pagestone", *file.relative_to(ROOT).with_suffix("").parts))
+            files[name.removesuffix(".__init__")] = file
+    made: dict[str, set[str]] = {}
+    for name, file in files.items():
+        full = {imported for imported, _, _ in imports(file)}
+        made[name] = {n if n in files else n.rpartition(".")[0] for n in full} & (files.keys() - {name})
+    return made
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules from which a way leads back to them."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = list(graph[start])
+        while ahead:
+            name = ahead.pop()
+            if name not in seen:
+                seen.add(name)
+                ahead += graph[name]
+        return seen
+
+    return sorted(name for name in graph if name in reached(name))
+
+
+def test_no_circles():
+    """No module needs itself, by whatever way: not within a room either, and not for a type alone."""
+    graph = arrows()
+    assert "pagestone.reader.model" in graph["pagestone.reader.experts"] and len(graph) > 80
+    assert "pagestone.reader.experts" in graph["pagestone.reader.experts_guard"], "imports within functions count"
+    assert circles(graph) == []
+
+
+def test_circles_are_seen():
+    """Of two, of three, and none where there is none."""
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 def test_only_native_knows_the_kernels():
     """`_kernels` is named in formats/native.py and nowhere else in Python."""
     named = [f for room in ROOMS for f in sources(room) if any("_kernels" in n.split(".") for n, _, _ in imports(f))]

@@ -5,7 +5,6 @@ The audit is JSON; its traces, a line an event, are `.jsonl.zst` beside it. `rec
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping
@@ -18,59 +17,49 @@ import numpy as np
 from pagestone.formats import native
 from pagestone.formats.surroundings import machine
 from pagestone.reader.container import Container
-from pagestone.reader.host import NATIVE, HostModel
+from pagestone.reader.model import NATIVE, Model
 from pagestone.validate.sides import Difference, Prompt, Side
 
 VERSION = 1
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
 
 
-def surroundings(model: HostModel) -> dict[str, Any]:
+def surroundings(model: Model) -> dict[str, Any]:
     """Everything the bytes of logits may depend on: CPU, builds, versions, thread counts, and how the model ran.
 
     Also `products`, which they must not depend on: the instruction set of native products and their threads.
     """
-    import torch
-    import transformers
-
     from pagestone import __version__
 
-    experts = model.context.experts
+    experts, host = model.context.experts, model.surroundings()
+    ours = {"pagestone": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    threads = model.context.threads or host["threads"].get("torch", 1)
     return {
         "machine": machine(),
-        "versions": {
-            "pagestone": __version__, "python": platform.python_version(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "numpy": np.__version__,
-            "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
+        "versions": ours | dict(host["versions"]),
+        "threads": dict(host["threads"]),
+        "model": dict(host["model"]) | {"experts": experts},
+        "products": {
+            "isa": native.isa() if experts == NATIVE else None, "threads": threads if experts == NATIVE else None
         },
-        "threads": {"torch": torch.get_num_threads(), "torch_interop": torch.get_num_interop_threads()},
-        "model": {
-            "class": type(model.model).__name__, "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": model.attention, "experts": experts,
-        },
-        "products": {"isa": native.isa() if experts == NATIVE else None, "threads": _product_threads(model)},
     }  # fmt: skip
-
-
-def _product_threads(model: HostModel) -> int | None:
-    import torch
-
-    return (model.context.threads or torch.get_num_threads()) if model.context.experts == NATIVE else None
 
 
 COMPARED = (
     ("machine", "cpu"), ("machine", "architecture"), ("versions", "torch"), ("versions", "torch_build"),
-    ("versions", "transformers"), ("threads", "torch"), ("model", "class"), ("model", "dtype"), ("model", "attention"),
-    ("model", "experts"),
+    ("versions", "transformers"), ("threads", "torch"), ("model", "host"), ("model", "class"), ("model", "dtype"),
+    ("model", "attention"), ("model", "experts"),
 )  # fmt: skip
-"""What must be equal for hashes to be comparable."""
+"""What must be equal for hashes to be comparable; None where a host has no such thing."""
+OF_HOSTS = {pair for pair in COMPARED if pair[0] in ("versions", "threads")}
+"""Of `COMPARED`, what only those hosts depend on that use these libraries."""
 
 
 def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """What keeps two runs from being comparable, a phrase each."""
     found = []
     for group, key in COMPARED:
-        ours, theirs = here[group][key], there[group][key]
+        ours, theirs = here[group].get(key), there[group].get(key)
         if ours != theirs:
             found.append(f"{group} {key} is {ours} here, {theirs} there")
     return found

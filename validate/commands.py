@@ -16,11 +16,12 @@ from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
 from pagestone.formats.text import shown
 from pagestone.reader.commands import MOST
-from pagestone.reader.container import open_to_run
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
-EXPERTS = "How experts are multiplied: native (from codes), reference (decoded, by torch), or auto: the faster one."
+EXPERTS_HELP = (
+    "How experts are multiplied: native (from codes), reference (decoded, by torch), or auto: the faster one."
+)
 SHOWN = 50
 """Findings printed for people; --json has all."""
 
@@ -97,13 +98,12 @@ def _verify_logits(
     budget: Annotated[str | None, typer.Option(help="Memory for experts; default a quarter of all.")] = None,
     io: Annotated[str, typer.Option(help="How experts are streamed: direct or mmap.")] = "direct",
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2,
-    experts: Annotated[str, typer.Option(help=EXPERTS)] = "auto",
+    experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
     against: Annotated[Path | None, typer.Option(help="Compare with this audit instead of a resident run.")] = None,
     audit: Annotated[Path | None, typer.Option(help="Write an audit (JSON) here, and its traces beside it.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
 ) -> None:
-    from pagestone.reader import host
     from pagestone.reader.budget import parse_size
     from pagestone.validate import logits
 
@@ -112,10 +112,10 @@ def _verify_logits(
             "--prompts, --ids and --against exclude each other, and --source and --against do", code="E0005",
             remedy="give one: an audit has its own prompts, and stands for the other side",
         )  # fmt: skip
-    request = logits.Request(
+    request = logits.LogitsRequest(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=host.experts_for(open_to_run(directory).manifest.codec, experts), audit=audit,
+        experts=experts, audit=audit,
     )  # fmt: skip
     result = logits.verify_logits(request, _progress)
     print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result), flush=True)
@@ -137,11 +137,11 @@ def _compare(
     limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="At most this many questions.")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
-    experts: Annotated[str, typer.Option(help=EXPERTS)] = "auto",
+    experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    from pagestone.reader import host
+    from pagestone.reader.budget import parse_size
     from pagestone.validate import fidelity
 
     if text is None and questions is None:
@@ -149,9 +149,9 @@ def _compare(
             "something to compare on expected, found neither --text nor --questions", code="E0006",
             remedy="give --text FILE, --questions FILE or both",
         )  # fmt: skip
-    request = fidelity.Request(
-        directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, budget=budget,
-        io=io, tokenizer=tokenizer, experts=host.experts_for(open_to_run(directory).manifest.codec, experts),
+    request = fidelity.FidelityRequest(
+        directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, io=io,
+        budget=None if budget is None else parse_size(budget), tokenizer=tokenizer, experts=experts,
     )  # fmt: skip
     result = fidelity.compare(request, _progress)
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

@@ -17,11 +17,10 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats.errors import RequestError
 from pagestone.formats.strict_json import MAX_COUNT, loads
 from pagestone.formats.text import shown_lines
-from pagestone.reader import host, inputs
-from pagestone.reader.commands import open_model
+from pagestone.reader import hosts, inputs
 from pagestone.reader.decoding import spoken
-from pagestone.reader.host import HostModel
-from pagestone.reader.store import MODES
+from pagestone.reader.model import AUTO, Logits, Model, greedy, values_of
+from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.text import Tokenizer, check_ids, end_tokens, open_tokenizer
 from pagestone.validate import requests
 
@@ -33,7 +32,7 @@ ANSWER = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FidelityRequest:
     """What `compare` was asked; see its options."""
 
     directory: Path
@@ -43,10 +42,12 @@ class Request:
     tokens: int = 8192
     window: int = 256
     limit: int | None = None
-    budget: str | None = None
+    budget: int | None = None
+    """Bytes; see `SessionOptions`, also for what follows."""
     io: str = "direct"
     tokenizer: Path | None = None
-    experts: str = host.NATIVE
+    experts: str = AUTO
+    host: str = hosts.DEFAULT
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Fidelity:
     container_id: str
     codec: str
     parameters: dict[str, Any]
-    experts: str = host.NATIVE
+    experts: str
     text_result: TextResult | None = None
     questions: QuestionResult | None = None
 
@@ -120,42 +121,46 @@ class Fidelity:
         return shown_lines([f"{self.directory} against {self.source}", *lines])
 
 
-def compare(request: Request, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
+def compare(request: FidelityRequest, progress: Callable[[str], None] = lambda _: None) -> Fidelity:
     """Run both models over the text and the questions."""
     for name, value, least in (("--tokens", request.tokens, 2), ("--window", request.window, 2),
                                ("--limit", request.limit, 1)):  # fmt: skip
         requests.number(name, value, least, MAX_COUNT)
-    requests.runnable(request.directory, request.experts, request.io, MODES, request.budget)
-    open_checkpoint(request.source)
-    questions = None if request.questions is None else read_questions(request.questions, request.limit)
-    tokens = open_tokenizer(request.source, request.tokenizer)
-    vocabulary = host.vocabulary_of(request.directory)
-    ids = None if request.text is None else _text_ids(request, tokens)
-    asked = [] if questions is None else [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions]
-    for some in [*([] if ids is None else [ids]), *asked]:
-        check_ids(some, vocabulary, tokens.place)
-    opened = open_model(request.directory, request.budget, request.io, 2, experts=request.experts)
-    try:
+    options = SessionOptions(request.io, request.budget, experts=request.experts, host=request.host)
+    with Session(request.directory, options) as session:
+        open_checkpoint(request.source)
+        questions = None if request.questions is None else read_questions(request.questions, request.limit)
+        tokens = open_tokenizer(request.source, request.tokenizer)
+        ids = None if request.text is None else _text_ids(request, tokens)
+        asked = [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions or []]
+        for some in [*([] if ids is None else [ids]), *asked]:
+            check_ids(some, session.vocabulary, tokens.place)
+        container = session.model
         progress("loading the source")
-        source = host.plain_model(request.source, attention=opened.model.attention)
-        manifest = opened.container.manifest
+        source = _source_model(request.source, container)
+        manifest = session.container.manifest
         result = Fidelity(
-            str(request.directory), str(request.source), opened.container.container_id, manifest.codec,
-            dict(manifest.parameters), request.experts,
+            str(request.directory), str(request.source), manifest.container_id, manifest.codec,
+            dict(manifest.parameters), session.loading.experts,
         )  # fmt: skip
         if ids is not None:
             progress(f"text: {len(ids)} tokens")
-            result.text_result = over_text(source, opened.model, ids, request.window)
+            result.text_result = over_text(source, container, ids, request.window)
         if questions is not None:
             progress(f"{len(questions)} questions")
-            ends = end_tokens(request.directory, tokens)
-            result.questions = over_questions(source, opened.model, tokens, questions, ends)
+            result.questions = over_questions(source, container, tokens, questions, end_tokens(session.path, tokens))
         return result
-    finally:
-        opened.model.close()
 
 
-def _text_ids(request: Request, tokens: Tokenizer) -> list[int]:
+def _source_model(source: Path, container: Model) -> Model:
+    """The source in unmodified transformers, with the attention the container's model has, if that is of one kind."""
+    from pagestone.reader.hosts.transformers import HOST, PACKED, plain_model
+
+    other = container.surroundings()["model"]
+    return plain_model(source, attention=other["attention"] if other["host"] == HOST.name else PACKED)
+
+
+def _text_ids(request: FidelityRequest, tokens: Tokenizer) -> list[int]:
     assert request.text is not None
     ids = tokens.encode(inputs.file(request.text))[: request.tokens]
     if len(ids) < 2:
@@ -174,7 +179,7 @@ def windows(ids: Sequence[int], size: int) -> Iterator[list[int]]:
             yield piece
 
 
-def over_text(source: HostModel, container: HostModel, ids: Sequence[int], window: int) -> TextResult:
+def over_text(source: Model, container: Model, ids: Sequence[int], window: int) -> TextResult:
     """Compare distributions at every position of every window. Logits are taken to float64 before anything else."""
     import torch
 
@@ -197,8 +202,10 @@ def over_text(source: HostModel, container: HostModel, ids: Sequence[int], windo
     return result
 
 
-def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    return logits.double().log_softmax(-1)
+def _log_probabilities(logits: Logits) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(values_of(logits)).double().log_softmax(-1)
 
 
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
@@ -221,7 +228,7 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
 
 
 def over_questions(
-    source: HostModel, container: HostModel, tokens: Tokenizer, questions: Sequence[tuple[str, str]],
+    source: Model, container: Model, tokens: Tokenizer, questions: Sequence[tuple[str, str]],
     ends: frozenset[int],
 ) -> QuestionResult:  # fmt: skip
     """Ask both every question by the chat template; an answer is right if it is the expected one to the letter."""
@@ -238,13 +245,13 @@ def over_questions(
     return result
 
 
-def answer(model: HostModel, tokens: Tokenizer, ids: Sequence[int], ends: frozenset[int]) -> str:
+def answer(model: Model, tokens: Tokenizer, ids: Sequence[int], ends: frozenset[int]) -> str:
     """The greedy answer, at most `ANSWER` tokens, without thoughts and surrounding spaces."""
     pending, state = list(ids), None
     said: list[int] = []
     while len(said) < ANSWER:
         logits, state = model.forward(pending, state)
-        chosen = int(logits[-1].argmax())
+        chosen = greedy(logits)
         if chosen in ends:
             break
         said.append(chosen)

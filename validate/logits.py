@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,19 +27,21 @@ from pagestone.formats.errors import RequestError
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown, shown_lines, size_text
-from pagestone.reader import host, inputs
+from pagestone.reader import inputs
 from pagestone.reader.budget import all_records, largest_record
 from pagestone.reader.container import Beside, Container, Layer, View
 from pagestone.reader.dense import DenseTensors
 from pagestone.reader.files import MachineErrors
-from pagestone.reader.host import HostModel
-from pagestone.reader.store import ResidentStore, StoreOptions, open_store
-from pagestone.reader.text import check_ids, open_tokenizer
+from pagestone.reader.hosts import DEFAULT
+from pagestone.reader.model import AUTO, Model
+from pagestone.reader.session import Session, SessionOptions
+from pagestone.reader.store import ResidentStore
+from pagestone.reader.text import check_ids
 from pagestone.validate import audit as audits
 from pagestone.validate import requests
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
 from pagestone.validate.recorded import Recorded, read_audit
-from pagestone.validate.sides import Prompt, Side, Step, first_difference, proof, run_side
+from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
 from pagestone.validate.source import compare_with
 
 STREAMED = ("direct", "mmap")
@@ -77,12 +79,12 @@ def read_ids(path: Path, vocabulary: int) -> list[Prompt]:
     return prompts
 
 
-def read_prompts(path: Path, container: Container, tokenizer: Path | None, vocabulary: int) -> list[Prompt]:
+def read_prompts(path: Path, session: Session) -> list[Prompt]:
     """A prompt of text a line, without a chat template."""
-    tokens = open_tokenizer(container.path, tokenizer)
+    tokens = session.tokenizer
     prompts = [Prompt(line[:40], tuple(tokens.encode(line))) for _, line in _lines(path)]
     for prompt in prompts:
-        check_ids(prompt.ids, vocabulary, tokens.place)
+        check_ids(prompt.ids, session.vocabulary, tokens.place)
     return prompts
 
 
@@ -96,18 +98,15 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 # -- the sides --------------------------------------------------------------------------------------------------------
 
 
-def resident_model(
-    container: Container, source: Path | None, attention: str = host.PACKED, experts: str = host.NATIVE
-) -> HostModel:
+def resident_model(session: Session, source: Path | None = None) -> Model:
     """The side that does not stream: every record in memory, its digest checked; or encoded from the source."""
     if source is None:
-        store, _ = open_store(container, StoreOptions("resident", beside=experts == host.NATIVE))
-        return host.load(container, store, attention=attention, experts=experts)
-    comparison = compare_with(source, container.manifest)
+        return session.model_over(session.open_store("resident")[0])
+    comparison = compare_with(source, session.container.manifest)
     try:
         fill = _Encoder(comparison.plan, comparison.files)
-        resident = ResidentStore(container.layers, fill.record, fill.beside)
-        return host.load(container, resident, attention=attention, dense=fill.dense(), experts=experts)
+        resident = ResidentStore(session.container.layers, fill.record, fill.beside)
+        return session.model_over(resident, fill.dense())
     finally:
         comparison.close()
 
@@ -163,8 +162,8 @@ class _Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What `verify-logits` was asked. `budget` is bytes, None for a quarter of all records."""
+class LogitsRequest:
+    """What `verify-logits` was asked. `budget` is bytes, None for a quarter of all records; see `SessionOptions`."""
 
     directory: Path
     source: Path | None = None
@@ -176,8 +175,9 @@ class Request:
     threads: int = 2
     against: Path | None = None
     tokenizer: Path | None = None
-    attention: str = host.PACKED
-    experts: str = host.NATIVE
+    attention: str | None = None
+    experts: str = AUTO
+    host: str = DEFAULT
     audit: Path | None = None
     """Where the audit is to be written; this module only sees that it can be."""
 
@@ -186,29 +186,39 @@ class Request:
 class _Work:
     """A request that was checked: what there is to run, and what to compare with."""
 
-    container: Container
     prompts: list[Prompt]
     steps: int
     recorded: Recorded | None
 
 
-def _check(request: Request) -> _Work:
-    """Everything that can be refused, or read, before a model is loaded; the source is opened next, by the encoder."""
+def _open(request: LogitsRequest) -> Session:
+    """What is asked for, as far as it can be refused without looking at prompts and audits."""
     requests.number("--steps", request.steps, 0, MAX_COUNT)
     requests.number("--threads", request.threads, 0, 64)
     if request.audit is not None:
         for path in (request.audit, audits.traces_beside(request.audit)):
             requests.output(path)
-    container = requests.runnable(request.directory, request.experts, request.io, STREAMED, request.budget)
-    vocabulary = host.vocabulary_of(container.path)
+    return Session(
+        request.directory,
+        SessionOptions(
+            request.io, request.budget, request.threads, request.experts, request.tokenizer, host=request.host,
+            attention=request.attention,
+        ),
+    )  # fmt: skip
+
+
+def _check(session: Session, request: LogitsRequest) -> _Work:
+    """Everything that can be refused, or read, before a model is loaded; the source is opened next, by the encoder."""
+    requests.mode(request.io, STREAMED)
     if request.against is None:
-        return _Work(container, _prompts(container, request, vocabulary), request.steps, None)
+        return _Work(_prompts(session, request), request.steps, None)
     if not request.against.is_file():
         raise RequestError(
             "an audit expected, found no file", code="E1239", file=request.against, remedy="make one with --audit"
         )
     with MachineErrors(request.against, "reading"):
         recorded = read_audit(request.against)
+    container = session.container
     if recorded.container_id != container.container_id:
         raise RequestError(
             f"an audit of container {container.container_id} expected, found one of {recorded.container_id}",
@@ -216,34 +226,46 @@ def _check(request: Request) -> _Work:
             file=request.against,
             remedy="give the audit of this container, or of one with the same contents",
         )
-    recorded.check_ids(vocabulary)
+    recorded.check_ids(session.vocabulary)
     with MachineErrors(recorded.traces or request.against, "reading"):
         for _ in recorded.events(_experts(container)):
             pass  # all of them are read once, so that what is damaged is known before the run
-    return _Work(container, list(recorded.prompts), len(recorded.steps[0]) - 1, recorded)
+    return _Work(list(recorded.prompts), len(recorded.steps[0]) - 1, recorded)
 
 
 def _experts(container: Container) -> dict[int, int]:
     return {number: len(layer) for number, layer in container.layers.items()}
 
 
-def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: None) -> Audit:
+def verify_logits(request: LogitsRequest, progress: Callable[[str], None] = lambda _: None) -> Audit:
     """Run both sides, or the streamed side against an audit, and compare. See the module's docstring."""
-    work = _check(request)
-    container, prompts, recorded = work.container, work.prompts, work.recorded
-    reference: Side | None = None
-    wanted: Sequence[Sequence[Step]] = ()
-    if recorded is not None:
-        wanted = recorded.steps
-    else:
-        progress("resident side")
-        resident = resident_model(container, request.source, request.attention, request.experts)
-        reference = run_side(resident, prompts, work.steps)
-        wanted = reference.steps
+    with _open(request) as session:
+        work = _check(session, request)
+        reference = None
+        if work.recorded is None:
+            progress("resident side")
+            reference = _resident_side(session, request.source, work)
+        return _streamed_side(session, request, work, reference, progress)
+
+
+def _resident_side(session: Session, source: Path | None, work: _Work) -> Side:
+    """Run the resident side and let it go: two models at once would take twice the memory."""
+    resident = resident_model(session, source)
+    try:
+        return run_side(resident, work.prompts, work.steps)
+    finally:
         resident.close()
         del resident
-        gc.collect()  # two models at once would take twice the memory
-    streamed = _streamed_model(container, request)
+        gc.collect()
+
+
+def _streamed_side(
+    session: Session, request: LogitsRequest, work: _Work, reference: Side | None, progress: Callable[[str], None]
+) -> Audit:
+    """Run the streamed side, and compare it with the resident one or with what was recorded."""
+    container, prompts, recorded = session.container, work.prompts, work.recorded
+    expected = recorded.steps if recorded is not None else reference.steps if reference is not None else ()
+    streamed = _streamed_model(session)
     try:
         here = audits.surroundings(streamed)
         apart = [] if recorded is None else audits.differing(here, recorded.surroundings)
@@ -251,40 +273,33 @@ def verify_logits(request: Request, progress: Callable[[str], None] = lambda _: 
             return Audit(NOT_COMPARABLE, container, here, [], None, None, incomparable=apart,
                          against=str(request.against))  # fmt: skip
         progress("streamed side")
-        side = run_side(streamed, prompts, work.steps, [[s.choice for s in taken] for taken in wanted])
+        side = run_side(streamed, prompts, work.steps, [[s.choice for s in taken] for taken in expected])
     finally:
         streamed.close()
     if recorded is not None and recorded.traces is not None:
         with MachineErrors(recorded.traces, "reading"):
             recorded.place_difference(side.steps, _experts(container))
-    found = first_difference(prompts, wanted, side.steps)
+    difference = first_difference(prompts, expected, side.steps)
     return Audit(
-        DIFFERENT if found else EQUAL, container, here, prompts, reference, side, found, proof(side),
+        DIFFERENT if difference else EQUAL, container, here, prompts, reference, side, difference, proof(side),
         source=request.source is not None, against=None if recorded is None else str(request.against),
         readers=request.threads,
     )  # fmt: skip
 
 
-def _streamed_model(container: Container, request: Request) -> HostModel:
-    budget = None
-    if request.io == "direct":
-        budget = request.budget or max(largest_record(container), all_records(container) // SPREAD)
-    store, _ = open_store(
-        container, StoreOptions(request.io, budget, request.threads, beside=request.experts == host.NATIVE)
-    )
-    try:
-        return host.load(container, store, attention=request.attention, experts=request.experts)
-    except BaseException:
-        store.close()
-        raise
+def _streamed_model(session: Session) -> Model:
+    container, budget = session.container, None
+    if session.options.io == "direct":
+        budget = session.options.budget or max(largest_record(container), all_records(container) // SPREAD)
+    return session.model_over(session.open_store(session.options.io, budget)[0])
 
 
-def _prompts(container: Container, request: Request, vocabulary: int) -> list[Prompt]:
+def _prompts(session: Session, request: LogitsRequest) -> list[Prompt]:
     if request.ids is not None:
-        return read_ids(request.ids, vocabulary)
+        return read_ids(request.ids, session.vocabulary)
     if request.prompts is not None:
-        return read_prompts(request.prompts, container, request.tokenizer, vocabulary)
-    return default_prompts(container, vocabulary)
+        return read_prompts(request.prompts, session)
+    return default_prompts(session.container, session.vocabulary)
 
 
 def report(audit: Audit) -> str:
@@ -294,25 +309,24 @@ def report(audit: Audit) -> str:
         return shown(f"{name}: not comparable with {audit.against}: " + "; ".join(audit.incomparable))
     if audit.streamed is None:
         raise ValueError("a run that was compared has a streamed side")
-    steps = sum(len(s) for s in audit.streamed.steps)
-    total = audit.streamed.counters.total
-    lines = []
     if audit.difference is not None:
-        lines.append(f"{name}: logits differ (E1301), first at {audit.difference.text()}")
+        first = f"{name}: logits differ (E1301), first at {audit.difference.text()}"
     else:
+        steps = sum(len(s) for s in audit.streamed.steps)
         other = audit.against or ("the model encoded from its source" if audit.source else "the resident model")
-        lines.append(
-            f"{name}: {steps} steps of {len(audit.prompts)} prompts, every logit equal to {other}'s, byte for byte"
-        )
-    lines += [f"the run does not prove streaming (E1302): {why}" for why in audit.unproven]
-    held = "" if audit.streamed.peak_bytes is None else (
-        f", {size_text(audit.streamed.peak_bytes)} held at most of {size_text(audit.streamed.budget or 0)}"
-    )  # fmt: skip
-    products = audit.surroundings["products"]["isa"]
-    ran = f"native experts, {products}" if products else "reference experts"
-    lines.append(
-        f"  streamed ({audit.streamed.mode}, {ran}): {size_text(total.bytes_read or total.bytes_mapped)} "
-        f"{'read' if total.bytes_read else 'mapped'}, {total.hits} hits, {total.misses} misses, "
-        f"{total.transient} transient{held}, {audit.streamed.open_leases} leases open"
+        first = f"{name}: {steps} steps of {len(audit.prompts)} prompts, every logit equal to {other}'s, byte for byte"
+    doubts = [f"the run does not prove streaming (E1302): {why}" for why in audit.unproven]
+    return shown_lines([first, *doubts, _streaming(audit.streamed, audit.surroundings["products"]["isa"])])
+
+
+def _streaming(side: Side, isa: str | None) -> str:
+    """What the streamed side read, and what it held, in one line; `isa` is that of native products."""
+    total = side.counters.total
+    peak = side.peak_bytes
+    held = "" if peak is None else f", {size_text(peak)} held at most of {size_text(side.budget or 0)}"
+    ran = f"native experts, {isa}" if isa else "reference experts"
+    moved = f"{size_text(total.bytes_read)} read" if total.bytes_read else f"{size_text(total.bytes_mapped)} mapped"
+    return (
+        f"  streamed ({side.mode}, {ran}): {moved}, {total.hits} hits, {total.misses} misses, "
+        f"{total.transient} transient{held}, {side.open_leases} leases open"
     )
-    return shown_lines(lines)

@@ -14,8 +14,9 @@ from typing import Any
 
 from pagestone.formats.errors import DataError
 from pagestone.formats.strict_json import brief, loads
-from pagestone.validate.audit import COMPARED, DIFFERENT, EQUAL, VERSION
-from pagestone.validate.sides import WHAT, Event, Prompt, Step, first_place
+from pagestone.reader.hosts import DEFAULT as TRANSFORMERS
+from pagestone.validate.audit import COMPARED, DIFFERENT, EQUAL, OF_HOSTS, VERSION
+from pagestone.validate.sides import WHAT, Event, ForwardPass, Prompt, first_place
 
 LARGEST = 64 << 20
 """Bytes of an audit file: a step takes about a hundred."""
@@ -44,7 +45,7 @@ class Recorded:
     surroundings: Mapping[str, Mapping[str, Any]]
     """What `COMPARED` names, by group and key."""
     prompts: tuple[Prompt, ...]
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[ForwardPass, ...], ...]
     """By prompt, equally many each, without events."""
     traces: Path | None
     """The file of traces, None if there is none."""
@@ -84,7 +85,7 @@ class Recorded:
         if self.lines is not None and total != self.lines:
             raise refusal(f"{self.lines} lines of traces, found {total}", self.traces)
 
-    def place_difference(self, streamed: Sequence[Sequence[Step]], layers: Mapping[int, int]) -> None:
+    def place_difference(self, streamed: Sequence[Sequence[ForwardPass]], layers: Mapping[int, int]) -> None:
         """Give the first step whose logits differ from `streamed` its events, if there are traces."""
         place = first_place(self.steps, streamed)
         if place is not None:
@@ -152,22 +153,24 @@ def _tokens(table: Mapping[str, Any], key: str) -> list[int]:
     return list(found)
 
 
-def _prompt(entry: Any) -> tuple[Prompt, tuple[Step, ...]]:
+def _prompt(entry: Any) -> tuple[Prompt, tuple[ForwardPass, ...]]:
     _need(isinstance(entry, dict), "a prompt as an object", entry)
     name, ids, choices = _field(entry, "name", str), _tokens(entry, "ids"), _tokens(entry, "choices")
     hashes = _field(entry, "sha256", list)
     _need(all(isinstance(h, str) and re.fullmatch("[0-9a-f]{64}", h) for h in hashes), "sha256: digests", hashes)
     _need(len(hashes) == len(choices), f"{len(choices)} digests, one a choice", len(hashes))
     fed = [len(ids), *([1] * (len(choices) - 1))]
-    return Prompt(name, tuple(ids)), tuple(map(Step, fed, hashes, choices))
+    return Prompt(name, tuple(ids)), tuple(map(ForwardPass, fed, hashes, choices))
 
 
 def _surroundings(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    host = _field(_field(table, "model", dict), "host", str)
+    read: dict[str, dict[str, Any]] = {}
     for group, key in COMPARED:
-        kind = int if (group, key) in NUMBERS else str
-        found.setdefault(group, {})[key] = _field(_field(table, group, dict), key, kind)
-    return found
+        kind, values = int if (group, key) in NUMBERS else str, _field(table, group, dict)
+        absent = host != TRANSFORMERS and (group, key) in OF_HOSTS and key not in values
+        read.setdefault(group, {})[key] = None if absent else _field(values, key, kind)
+    return read
 
 
 def _traces(table: Mapping[str, Any], path: Path) -> Path | None:

@@ -6,10 +6,6 @@ import tempfile
 from pathlib import Path
 
 from pagestone.formats.errors import RequestError
-from pagestone.reader import host
-from pagestone.reader.budget import largest_record, parse_size
-from pagestone.reader.cache import check_budget
-from pagestone.reader.container import Container, open_to_run
 
 
 def number(name: str, value: int | None, least: int, most: int) -> None:
@@ -41,24 +37,9 @@ def output(path: Path) -> None:
         )
 
 
-def runnable(directory: Path, experts: str, io: str, modes: tuple[str, ...], budget: int | str | None) -> Container:
-    """The container to be run, and whether its experts can be read so: codec, layers, `io`, `budget`.
-
-    Raises `RequestError`: E0331, E1215, E1222 to E1225, E1240, E1241, E1244.
-    """
-    host.require()
-    host.check_experts(experts)
+def mode(io: str, modes: tuple[str, ...]) -> None:
+    """Refuse (E1240) a way of reading experts that is none of `modes`."""
     if io not in modes:
         raise RequestError(
             f"--io expected to be one of {', '.join(modes)}, found {io!r}", code="E1240", remedy="choose one"
         )
-    if budget is not None and io != "direct":
-        raise RequestError(
-            f"--budget bounds reads into a cache, and --io {io} has none", code="E1240", remedy="use --io direct"
-        )
-    container = open_to_run(directory)
-    host.check_runnable(container)
-    room = parse_size(budget) if isinstance(budget, str) else budget
-    if room is not None:
-        check_budget(room, largest_record(container))
-    return container

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagestone.reader.host import HostModel
 from pagestone.reader.leases import Totals
+from pagestone.reader.model import Model, bytes_of, greedy
 
 WHAT = ("input", "routing", "expert", "output")
 """Kinds of events, as a layer has them: the second is a digest of ids and one of weights."""
@@ -34,7 +34,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardPass:
     """One forward pass: the ids fed, SHA-256 of its logits (row-major, the model's dtype), the greedy choice."""
 
     fed: int
@@ -48,7 +48,7 @@ class Side:
     """What one side did, by prompt and step; counters are those of its store."""
 
     mode: str
-    steps: list[list[Step]]
+    steps: list[list[ForwardPass]]
     seconds: float
     budget: int | None = None
     peak_bytes: int | None = None
@@ -96,11 +96,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def layer(self, layer: int, what: str, found: bytes) -> None:
-        self.events.append(Event(layer, what, None, found.hex()))
+    def layer(self, layer: int, what: str, digest: bytes) -> None:
+        self.events.append(Event(layer, what, None, digest.hex()))
 
-    def expert(self, layer: int, expert: int, found: bytes) -> None:
-        self.events.append(Event(layer, "expert", expert, found.hex()))
+    def expert(self, layer: int, expert: int, digest: bytes) -> None:
+        self.events.append(Event(layer, "expert", expert, digest.hex()))
 
     def take(self) -> list[Event]:
         taken, self.events = self.events, []
@@ -108,24 +108,22 @@ class _Recorder:
 
 
 def run_side(
-    model: HostModel, prompts: Sequence[Prompt], steps: int, choices: Sequence[Sequence[int]] | None = None
+    model: Model, prompts: Sequence[Prompt], steps: int, choices: Sequence[Sequence[int]] | None = None
 ) -> Side:
     """Feed every prompt and then `steps` tokens: the greedy ones, or the other side's `choices`."""
-    from pagestone.reader.experts import raw_bytes
-
     recorder = _Recorder()
     model.context.observer = recorder
     begun = time.perf_counter()
-    done: list[list[Step]] = []
+    done: list[list[ForwardPass]] = []
     try:
         for number, prompt in enumerate(prompts):
-            taken: list[Step] = []
+            taken: list[ForwardPass] = []
             pending, state = list(prompt.ids), None
             for at in range(steps + 1):
                 logits, state = model.forward(pending, state, every=True)
-                sha = hashlib.sha256(raw_bytes(logits)).hexdigest()
-                choice = int(logits[-1].argmax())
-                taken.append(Step(len(pending), sha, choice, recorder.take()))
+                sha = hashlib.sha256(bytes_of(logits)).hexdigest()
+                choice = greedy(logits)
+                taken.append(ForwardPass(len(pending), sha, choice, recorder.take()))
                 pending = [choice if choices is None else choices[number][at]]
             done.append(taken)
     finally:
@@ -142,7 +140,7 @@ def run_side(
     )
 
 
-def first_place(one: Sequence[Sequence[Step]], two: Sequence[Sequence[Step]]) -> tuple[int, int] | None:
+def first_place(one: Sequence[Sequence[ForwardPass]], two: Sequence[Sequence[ForwardPass]]) -> tuple[int, int] | None:
     """(prompt, step) of the first step whose logits differ; None if all are equal."""
     for number, (first, second) in enumerate(zip(one, two, strict=True)):
         for at, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -152,7 +150,7 @@ def first_place(one: Sequence[Sequence[Step]], two: Sequence[Sequence[Step]]) ->
 
 
 def first_difference(
-    prompts: Sequence[Prompt], one: Sequence[Sequence[Step]], two: Sequence[Sequence[Step]]
+    prompts: Sequence[Prompt], one: Sequence[Sequence[ForwardPass]], two: Sequence[Sequence[ForwardPass]]
 ) -> Difference | None:
     """The first step whose logits differ, and the first event of it that does; None if all logits are equal."""
     place = first_place(one, two)

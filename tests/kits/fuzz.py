@@ -44,16 +44,17 @@ from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, read_experts, read_manifest
 from pagestone.formats.quantised import FP8, INT8, SCALE_DTYPES, Form, Quantised, scale_values
 from pagestone.formats.safetensors_header import read_header
+from pagestone.reader.configs import read_config
 from pagestone.reader.container import open_container
 from pagestone.reader.sampling import choose_sampling
 from pagestone.reader.store import RecordDigests, read_sidecars
-from pagestone.reader.text import end_tokens, read_config
+from pagestone.reader.text import end_tokens
 from pagestone.validate import audit as audits
 from pagestone.validate import plain_reader
 from pagestone.validate.fidelity import read_questions
 from pagestone.validate.logits import read_ids
 from pagestone.validate.recorded import read_audit
-from pagestone.validate.sides import Event, Prompt, Side, Step
+from pagestone.validate.sides import Event, ForwardPass, Prompt, Side
 
 CPU = 10.0
 """Seconds of all threads that one case may take."""
@@ -214,8 +215,8 @@ class Bench:
         def side(mode: str) -> Side:
             digests = {"input": "ab" * 16, "routing": "cd" * 32, "expert": "ef" * 16, "output": "01" * 16}
             events = [Event(0, what, 1 if what == "expert" else None, found) for what, found in digests.items()]
-            steps = [[Step(3, "ab" * 32, 5, list(events)), Step(1, "cd" * 32, 6, list(events))],
-                     [Step(1, "ef" * 32, 7, list(events)), Step(1, "01" * 32, 8, list(events))]]  # fmt: skip
+            facts = [[(3, "ab", 5), (1, "cd", 6)], [(1, "ef", 7), (1, "01", 8)]]
+            steps = [[ForwardPass(fed, sha * 32, choice, list(events)) for fed, sha, choice in one] for one in facts]
             return Side(mode, steps, 0.5, budget=4096, peak_bytes=4096)
 
         made = audits.Audit(
@@ -231,7 +232,7 @@ HERE: dict[str, Any] = {
     "machine": {"cpu": "a cpu", "architecture": "x86_64", "system": "Linux"},
     "versions": {"pagestone": "0", "python": "3", "torch": "2", "transformers": "5", "numpy": "2", "torch_build": "0"},
     "threads": {"torch": 1, "torch_interop": 1},
-    "model": {"class": "Model", "dtype": "bfloat16", "attention": "eager", "experts": "native"},
+    "model": {"host": "transformers", "class": "Model", "dtype": "bfloat16", "attention": "eager", "experts": "native"},
     "products": {"isa": "avx2", "threads": 1},
 }  # fmt: skip
 

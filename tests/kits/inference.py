@@ -48,8 +48,8 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def model(container: Path | Container, io: str = "direct", budget: int | None = None, **how: Any) -> Any:
-    """A `HostModel` over a container; `threads` and `verify` go to the store, the rest to the host."""
-    from pagestone.reader import host
+    """A `TransformersModel` over a container; `threads` and `verify` go to the store, the rest to the host."""
+    from pagestone.reader.hosts import transformers as host
 
     opened = container if isinstance(container, Container) else open_container(container)
     options = {name: how.pop(name) for name in ("threads", "verify") if name in how}

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Parrot:
-    """What a conversation asks of a `HostModel`: every turn it says the next of `answers`, token by token.
+    """What a conversation asks of a `TransformersModel`: every turn it says the next of `answers`, token by token.
 
     `heard` are the prompts it was given, whole.
     """

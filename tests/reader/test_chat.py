@@ -18,7 +18,7 @@ from kits.words import HARMONY, THINK, directory, edited
 
 from pagestone.formats.errors import RequestError
 from pagestone.reader import inputs
-from pagestone.reader.chat import Conversation, session
+from pagestone.reader.chat import Conversation, converse
 from pagestone.reader.commands import _asker, _Screen
 from pagestone.reader.sampling import Sampling
 from pagestone.reader.text import Tokenizer, open_tokenizer
@@ -60,7 +60,7 @@ def talk(
     thought: list[str] = []
     notes: list[str] = []
     talk = Conversation(model, tokenizer, Sampling(), frozenset({END}), notes.append)  # type: ignore[arg-type]
-    session(talk, limit, ask(lines), said.append, notes.append, system, thought.append)
+    converse(talk, limit, ask(lines), said.append, notes.append, system, thought.append)
     return model, "".join(said), "".join(thought), notes
 
 
@@ -150,7 +150,7 @@ def test_letters_of_bytes_in_the_history() -> None:
     model = Parrot([[*tokenizer.encode(letters), 2], [5, 2]], len(tokenizer.tokens))
     said: list[str] = []
     made = Conversation(model, tokenizer, Sampling(), frozenset({2}))  # type: ignore[arg-type]
-    session(made, 99, ask(["a", "a"]), said.append, lambda _: None)
+    converse(made, 99, ask(["a", "a"]), said.append, lambda _: None)
     assert "".join(said).splitlines()[0] == letters and f"a.{letters}.a." in heard(tokenizer, model, 1)
 
 
@@ -227,7 +227,7 @@ def test_a_tokenizer_with_ids_the_model_lacks() -> None:
     model = Parrot([tokenizer.encode("Paris.") + [END]], 1024)
     notes: list[str] = []
     made = Conversation(model, tokenizer, Sampling(), frozenset({END}), notes.append)  # type: ignore[arg-type]
-    session(made, 9, ask(["<new>", "France?"]), lambda _: None, notes.append)
+    converse(made, 9, ask(["<new>", "France?"]), lambda _: None, notes.append)
     assert "found 1024" in notes[0] and "E1233" in notes[0] and len(model.heard) == 1
     with pytest.raises(RequestError, match="E1233"):
         made.turn([1024], 9, lambda _: None)
@@ -374,7 +374,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*a: Any, **k: Any) -> Any:
         raise Loaded
 
-    monkeypatch.setattr("pagestone.reader.host.load", load)
+    monkeypatch.setattr("pagestone.reader.hosts.transformers.load", load)
 
 
 def refused(asked: Sequence[str | Path], capsys: pytest.CaptureFixture[str], *names: str, code: int = 2) -> None:

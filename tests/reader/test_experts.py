@@ -17,8 +17,8 @@ from kits.inference import Workshop, calm, equal, logits_of, model, sequence
 from pagestone.formats import encodings, native, products
 from pagestone.formats.dtypes import Array, to_f32
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.reader import host
 from pagestone.reader.container import Container, Expert, Matrix, open_container
+from pagestone.reader.model import NATIVE, REFERENCE, Context, bytes_of, experts_for
 from pagestone.reader.store import StoreOptions, open_store
 
 torch: Any
@@ -49,11 +49,9 @@ def gpt_oss(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sha(logits: list[Any]) -> str:
     """One hash of the bytes of many steps."""
-    from pagestone.reader.experts import raw_bytes
-
     found = hashlib.sha256()
     for step in logits:
-        found.update(raw_bytes(step))
+        found.update(bytes_of(step))
     return found.hexdigest()
 
 
@@ -89,7 +87,7 @@ def test_the_definition_through_the_whole_model(workshop: Workshop, codec: str) 
     fast = logits_of(loaded, sequence(5), 2)
     with native.forced(native.NUMPY):
         assert sha(logits_of(loaded, sequence(5), 2, [int(x[-1].argmax()) for x in fast])) == sha(fast)
-    other = model(container, "mmap", experts=host.REFERENCE)
+    other = model(container, "mmap", experts=REFERENCE)
     assert codec == "bf16" or not equal(logits_of(other, sequence(5), 2), fast)
 
 
@@ -102,7 +100,7 @@ def test_gpt_oss(workshop: Workshop, gpt_oss: Path) -> None:
         for isa in native.available():
             with native.forced(isa):
                 assert equal(wanted, logits_of(streamed, sequence(9, 40), 3)), (codec, isa)
-        other = model(container, "mmap", experts=host.REFERENCE)
+        other = model(container, "mmap", experts=REFERENCE)
         apart = (logits_of(other, sequence(9, 40), 0)[0].float() - wanted[0].float()).abs().max()
         assert apart < 0.1 * wanted[0].float().abs().max(), codec
         streamed.close()
@@ -114,10 +112,8 @@ def test_gpt_oss(workshop: Workshop, gpt_oss: Path) -> None:
 class One:
     """The experts of one layer, without a model around them."""
 
-    def __init__(
-        self, container: Container, number: int, experts: str = host.NATIVE, alternating: bool = False
-    ) -> None:
-        from pagestone.reader.experts import Context, GptOssExperts, RoutedExperts
+    def __init__(self, container: Container, number: int, experts: str = NATIVE, alternating: bool = False) -> None:
+        from pagestone.reader.experts import GptOssExperts, RoutedExperts
 
         self.layer = container.layers[number]
         self.store, _ = open_store(container, StoreOptions("direct", 3 * self.layer.stride))
@@ -269,7 +265,7 @@ def test_a_token_that_is_not_finite(container: Container, value: float) -> None:
     hidden[2, 17] = 1.0
     assert bool(one(hidden, ids, weights).isfinite().all())
     one.store.close()
-    reference = One(container, 3, host.REFERENCE)
+    reference = One(container, 3, REFERENCE)
     hidden[2, 17] = value
     assert bool(reference(hidden, ids, weights)[2].isnan().any())
     reference.store.close()
@@ -296,7 +292,7 @@ def test_a_model_in_float32(workshop: Workshop) -> None:
     with pytest.raises(RequestError, match=r"(?s)found float32 .*E1229.*--experts reference") as error:
         model(container)
     assert error.value.exit_code == 2
-    loaded = model(container, experts=host.REFERENCE)
+    loaded = model(container, experts=REFERENCE)
     assert loaded.forward([1, 2])[0].dtype == torch.float32
     loaded.close()
 
@@ -304,7 +300,7 @@ def test_a_model_in_float32(workshop: Workshop) -> None:
 @pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_auto_is_native_but_for_bf16(codec: str) -> None:
     """The default is the form that wins in the whole token; bf16's codes are torch's weights already."""
-    assert host.experts_for(codec, "auto") == ("reference" if codec == "bf16" else "native")
-    assert host.experts_for(codec, "native") == "native" and host.experts_for(codec, "reference") == "reference"
+    assert experts_for(codec, "auto") == ("reference" if codec == "bf16" else "native")
+    assert experts_for(codec, "native") == "native" and experts_for(codec, "reference") == "reference"
     with pytest.raises(RequestError, match="E1244"):
-        host.experts_for(codec, "fast")
+        experts_for(codec, "fast")

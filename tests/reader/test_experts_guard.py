@@ -13,8 +13,9 @@ from kits.inference import Workshop, calm
 from kits.inference import model as any_model
 
 from pagestone.formats.errors import RequestError
-from pagestone.reader import host
 from pagestone.reader.container import open_container
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.model import REFERENCE
 from pagestone.reader.store import StoreOptions, open_store
 
 torch: Any
@@ -113,7 +114,7 @@ def test_the_model_that_is_run(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         return hidden_states
 
-    any_model(workshop.container("int8"), experts=host.REFERENCE).close()
+    any_model(workshop.container("int8"), experts=REFERENCE).close()
     if way == "gate":
         monkeypatch.setattr(Theirs, "_apply_gate", gate)
     elif way == "plain forward":  # not the library's way to choose an implementation
@@ -128,7 +129,7 @@ def test_the_model_that_is_run(workshop: Workshop, monkeypatch: pytest.MonkeyPat
         use_experts_implementation(Other)
         monkeypatch.setattr(Theirs, "forward", Other.forward)
     with pytest.raises(RequestError, match=r"layers\.0\.mlp\.experts: Qwen3_5MoeExperts computes .*E1225"):
-        any_model(workshop.container("int8"), experts=host.REFERENCE)
+        any_model(workshop.container("int8"), experts=REFERENCE)
 
 
 def test_one_constant_or_one_global_is_another_forward() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -23,9 +22,10 @@ from pagestone.convert.families import registry as families
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.reader import host
 from pagestone.reader.container import open_container
 from pagestone.reader.dense import dense_tensor
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.model import PRODUCTS, REFERENCE, check_runnable
 from pagestone.reader.store import StoreOptions, open_store
 from pagestone.reader.text import end_tokens, open_tokenizer
 
@@ -60,7 +60,7 @@ def plain(libraries: None) -> Any:
 
 def model(*where: Any, **how: Any) -> Any:
     """A model with reference experts: what can be equal to transformers."""
-    return any_model(*where, **({"experts": host.REFERENCE} | how))
+    return any_model(*where, **({"experts": REFERENCE} | how))
 
 
 def attended(model: Any, name: str) -> Any:
@@ -184,7 +184,7 @@ def test_families(workshop: Workshop, built: Any, name: str) -> None:
     streamed.close()
 
 
-@pytest.mark.parametrize("experts", host.EXPERTS)
+@pytest.mark.parametrize("experts", PRODUCTS)
 @pytest.mark.parametrize("name", [known(n) for n in NEEDED if n in FAMILIES])
 def test_families_in_other_codecs(workshop: Workshop, built: Any, name: str, experts: str) -> None:
     """Streamed and resident agree bit for bit for every codec that holds these shapes."""
@@ -437,7 +437,7 @@ def test_unequal_expert_counts_are_refused(workshop: Workshop) -> None:
     layer = container.layers[2]
     layer.entry = dataclasses.replace(layer.entry, experts=15)
     with pytest.raises(RequestError, match=r"16 in layer 0 and 15 in layer 2.*E1223"):
-        host.check_runnable(container)
+        check_runnable(container)
 
 
 def test_a_config_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -457,24 +457,6 @@ def test_a_config_of_another_model_is_refused(workshop: Workshop, tmp_path: Path
         host.load(container, store)
 
 
-def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside the tested range, or missing: a request error that says what to install."""
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: "5.25.0" if n == "transformers" else real(n))
-    with pytest.raises(RequestError, match=r"5\.24\.\* expected, found 5\.25\.0.*E1221") as error:
-        host.require()
-    assert error.value.exit_code == 2
-
-    def gone(name: str) -> str:
-        if name == "torch":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", gone)
-    with pytest.raises(RequestError, match=r"(?s)torch is needed.*E1220.*pagestone\[inference\]"):
-        host.require()
-
-
 def test_base_commands_import_neither_torch_nor_transformers(workshop: Workshop) -> None:
     """Nor does the command line itself, with `run` and `chat` in it."""
     code = (
@@ -482,7 +464,8 @@ def test_base_commands_import_neither_torch_nor_transformers(workshop: Workshop)
         f"w = [['--help'], ['run', '--help'], ['inspect', {str(workshop.container('int8'))!r}],"
         f" ['verify', {str(workshop.container('int8'))!r}]];"
         "assert all(r.invoke(app, x).exit_code == 0 for x in w);"
-        "import pagestone.reader.host, pagestone.reader.chat, pagestone.validate.logits, pagestone.validate.fidelity;"
+        "import pagestone.reader.hosts.transformers, pagestone.reader.session;"
+        "import pagestone.validate.logits, pagestone.validate.fidelity;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

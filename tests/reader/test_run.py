@@ -20,7 +20,7 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.text import size_text
 from pagestone.reader.budget import all_records, default_budget, parse_size, row_sum_bytes
-from pagestone.reader.chat import Conversation, Turn, session
+from pagestone.reader.chat import Conversation, Turn, converse
 from pagestone.reader.container import open_container
 from pagestone.reader.sampling import Sampler, Sampling
 from pagestone.reader.text import end_tokens, open_tokenizer
@@ -254,7 +254,7 @@ def test_a_session(talk: Conversation) -> None:
             raise KeyboardInterrupt
         return line
 
-    session(talk, 50, ask, said.append, notes.append)
+    converse(talk, 50, ask, said.append, notes.append)
     assert not lines and "".join(said).splitlines()[0] == "The opposite of fast is slow."
     assert any("Ctrl-D" in n for n in notes) and sum("tokens/s" in n for n in notes) == 2
     assert turns[0].fed_tokens == turns[0].prompt_tokens

@@ -11,8 +11,8 @@ import pytest
 from kits.inference import Workshop, command, flip
 
 from pagestone.formats.errors import DataError
-from pagestone.reader.commands import open_model
 from pagestone.reader.container import open_container, open_to_run
+from pagestone.reader.session import Session, SessionOptions
 from pagestone.validate import fidelity, logits
 
 SIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -79,8 +79,8 @@ def test_their_functions_too(root: Path, tiny: Path, tmp_path: Path, oracle: Cal
     more_experts(root)
     (tmp_path / "text").write_text("What is the capital of France?")
     with pytest.raises(DataError, match="E1216"):
-        open_model(root, None, "mmap", 0)
+        Session(root, SessionOptions("mmap"))
     with pytest.raises(DataError, match="E1216"):
-        logits.verify_logits(logits.Request(root))
+        logits.verify_logits(logits.LogitsRequest(root))
     with pytest.raises(DataError, match="E1216"):
-        fidelity.compare(fidelity.Request(root, tiny, text=tmp_path / "text"))
+        fidelity.compare(fidelity.FidelityRequest(root, tiny, text=tmp_path / "text"))

@@ -14,7 +14,8 @@ from kits.inference import TINY
 from kits.words import directory, edited
 
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
-from pagestone.reader import host
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.libraries import quiet
 from pagestone.reader.sampling import choose_sampling
 from pagestone.reader.text import check_ids, end_tokens, open_tokenizer, parse_variables
 
@@ -282,7 +283,7 @@ CONFIGS: dict[str, str] = {
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_config_that_no_model_can_be_made_of(tmp_path: Path, kind: str) -> None:
     """Whatever transformers raises: E1225 with the file's name, its reason on one line."""
-    host.quiet()
+    quiet()
     host.register_attention()
     (tmp_path / "config.json").write_text(CONFIGS[kind])
     with pytest.raises(RequestError, match=r"config.json: .*E1225") as error:

@@ -13,7 +13,7 @@ from kits.inference import TINY, Workshop, calm, command
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
-from pagestone.reader import host
+from pagestone.reader.model import PRODUCTS, REFERENCE
 from pagestone.reader.text import open_tokenizer
 from pagestone.validate import fidelity
 
@@ -38,11 +38,11 @@ def workshop(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Works
     return Workshop(tmp_path_factory.mktemp("fidelity"))
 
 
-@pytest.mark.parametrize("experts", host.EXPERTS)
+@pytest.mark.parametrize("experts", PRODUCTS)
 @pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_every_codec(workshop: Workshop, codec: str, experts: str) -> None:
     """KL, top-1, perplexity and answers of each; bf16 with reference experts is the source itself, to the last bit."""
-    request = fidelity.Request(
+    request = fidelity.FidelityRequest(
         workshop.container(codec), TINY, text=TEXT, questions=QUESTIONS, tokens=400, window=256, limit=4,
         experts=experts,
     )  # fmt: skip
@@ -50,11 +50,11 @@ def test_every_codec(workshop: Workshop, codec: str, experts: str) -> None:
     text, questions = found.text_result, found.questions
     assert text is not None and questions is not None
     assert text.positions == 400 and text.predicted == 398  # windows of 256 and 144
-    largest, least = BOUNDS[codec] if experts == host.REFERENCE else NATIVE_BOUNDS[codec]
+    largest, least = BOUNDS[codec] if experts == REFERENCE else NATIVE_BOUNDS[codec]
     assert 0 <= text.kl <= largest and text.top1 >= least
     assert 2.5 < text.source_nats < 3.6 and abs(text.container_nats - text.source_nats) < 0.3
     assert questions.asked == 4 and questions.source_right >= 3
-    if (codec, experts) == ("bf16", host.REFERENCE):
+    if (codec, experts) == ("bf16", REFERENCE):
         assert text.kl == text.kl_largest == 0.0 and text.top1 == 1.0 and text.container_nats == text.source_nats
         assert questions.agree == 4 and questions.changed == []
     else:
@@ -80,7 +80,7 @@ def test_requests(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--text" in capsys.readouterr().err
     (tmp_path / "text").write_text("a")
     with pytest.raises(RequestError, match="E1311"):
-        fidelity.compare(fidelity.Request(directory, TINY, text=tmp_path / "text"))
+        fidelity.compare(fidelity.FidelityRequest(directory, TINY, text=tmp_path / "text"))
     (tmp_path / "questions").write_text('{"question": "x", "answer": "y"}\n{"q": 1}\n')
     with pytest.raises(RequestError, match=r"line 2.*E1312"):
         fidelity.read_questions(tmp_path / "questions", None)

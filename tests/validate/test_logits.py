@@ -15,14 +15,16 @@ from kits.inference import TINY, Workshop, calm, command, flip, pairwise, sequen
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
-from pagestone.reader import host
 from pagestone.reader.budget import all_records
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, Layer, View, open_container
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.model import NATIVE, REFERENCE
+from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.store import FileRecords, MappedStore, RecordDigests
 from pagestone.validate import logits, sides
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE
-from pagestone.validate.logits import Request, verify_logits
+from pagestone.validate.logits import LogitsRequest, verify_logits
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
 
 torch: Any
@@ -67,7 +69,7 @@ MATRIX = pairwise(
     }
 )
 """Every pair of values of two factors: about 40 rows. The full product is scripts/torture_logits.py."""
-RUNS = [(host.NATIVE, row) for row in MATRIX] + [(host.REFERENCE, row) for row in MATRIX[::4]]
+RUNS = [(NATIVE, row) for row in MATRIX] + [(REFERENCE, row) for row in MATRIX[::4]]
 """(experts, row): native ones run them all, reference ones a quarter."""
 
 
@@ -98,8 +100,8 @@ def resident(workshop: Workshop) -> Any:
     def one(codec: str, experts: str, length: int) -> Side:
         if (codec, experts, length) not in sides:
             if (codec, experts) not in models:
-                container = open_container(workshop.container(codec))
-                models[codec, experts] = logits.resident_model(container, None, experts=experts)
+                session = Session(workshop.container(codec), SessionOptions(experts=experts))
+                models[codec, experts] = logits.resident_model(session)
             prompt = Prompt(str(length), tuple(sequence(length)))
             sides[codec, experts, length] = run_side(models[codec, experts], [prompt], STEPS)
         return sides[codec, experts, length]
@@ -138,7 +140,7 @@ def test_streamed_is_resident(workshop: Workshop, resident: Any, experts: str, r
 def test_the_matrix_covers_every_pair() -> None:
     """About forty rows, and each pair of values at least once; what reference runs has every codec and both modes."""
     assert 30 <= len(MATRIX) <= 48
-    small = [row for experts, row in RUNS if experts == host.REFERENCE]
+    small = [row for experts, row in RUNS if experts == REFERENCE]
     assert {r["codec"] for r in small} == set(CODECS) and {r["io"] for r in small} == {"direct", "mmap"}
     for a in MATRIX[0]:
         for b in MATRIX[0]:
@@ -150,8 +152,8 @@ def test_the_matrix_covers_every_pair() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def request(directory: Path, **how: Any) -> Request:
-    return Request(directory, **({"steps": STEPS} | how))
+def request(directory: Path, **how: Any) -> LogitsRequest:
+    return LogitsRequest(directory, **({"steps": STEPS} | how))
 
 
 @pytest.fixture(scope="session")
@@ -172,7 +174,8 @@ def test_the_audit_file(workshop: Workshop, audited: Path) -> None:
     assert table["machine"]["cpu"] and table["versions"]["torch"] == torch.__version__
     assert table["threads"]["torch"] == 1 and table["reader_threads"] == 2
     assert table["model"] == {
-        "class": "Qwen3_5MoeForCausalLM", "dtype": "bfloat16", "attention": host.PACKED, "experts": "native"
+        "host": "transformers", "class": "Qwen3_5MoeForCausalLM", "dtype": "bfloat16", "attention": host.PACKED,
+        "experts": "native",
     }  # fmt: skip
     assert table["products"] == {"isa": native.isa(), "threads": 1}
     assert [len(p["ids"]) for p in table["prompts"]] == [1, 7, 64]
@@ -234,7 +237,7 @@ def test_an_audit_of_something_else(workshop: Workshop, audited: Path, tmp_path:
 def test_the_kind_of_experts(workshop: Workshop, audited: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Reference experts say so; their hashes are not comparable with those of native ones, whose ISA is."""
     directory = workshop.container("int8")
-    audit = verify_logits(request(directory, against=audited, experts=host.REFERENCE))
+    audit = verify_logits(request(directory, against=audited, experts=REFERENCE))
     assert audit.result == NOT_COMPARABLE
     assert "model experts is reference here, native there" in logits.report(audit)
     with native.forced("scalar" if "scalar" in native.available() else native.NUMPY) as isa:
@@ -248,7 +251,7 @@ def test_the_kind_of_experts(workshop: Workshop, audited: Path, capsys: pytest.C
     assert "E1244" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("codec", "experts"), [(c, host.NATIVE) for c in CODECS] + [("int8", host.REFERENCE)])
+@pytest.mark.parametrize(("codec", "experts"), [(c, NATIVE) for c in CODECS] + [("int8", REFERENCE)])
 def test_resident_side_from_the_source(workshop: Workshop, codec: str, experts: str) -> None:
     """The other side never touches the container's weights: it is encoded from the checkpoint."""
     audit = verify_logits(request(workshop.container(codec), source=TINY, steps=2, io="mmap", experts=experts))
@@ -415,7 +418,7 @@ def test_a_flip_in_the_row_sums_on_disk(damaged: Path) -> None:
     for io in ("direct", "mmap"):
         with pytest.raises(DataError, match=rf"{path.name}: xxh3 .*E1206"):
             verify_logits(request(damaged, io=io))
-        assert verify_logits(request(damaged, io=io, steps=1, experts=host.REFERENCE)).result == EQUAL
+        assert verify_logits(request(damaged, io=io, steps=1, experts=REFERENCE)).result == EQUAL
 
 
 def row_sum(root: Path, layer: int, expert: int) -> tuple[Path, int]:

@@ -18,7 +18,7 @@ from kits.inference import Workshop, calm
 
 from pagestone.formats.errors import DataError
 from pagestone.reader.container import open_container
-from pagestone.validate.logits import Request, verify_logits
+from pagestone.validate.logits import LogitsRequest, verify_logits
 from pagestone.validate.recorded import Recorded, read_audit
 
 LAYERS = dict.fromkeys(range(4), 16)
@@ -36,7 +36,7 @@ def audited(oracle: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPa
     (root / "ids").write_text("1 2 3\n7\n")
     container = Workshop(root).container("int8")
     assert {n: len(x) for n, x in open_container(container).layers.items()} == LAYERS
-    verify_logits(Request(container, ids=root / "ids", steps=1)).write(root / "audit.json")
+    verify_logits(LogitsRequest(container, ids=root / "ids", steps=1)).write(root / "audit.json")
     return root / "audit.json"
 
 
@@ -257,10 +257,10 @@ def test_it_is_read_where_it_is_used(audited: Path, copied: Path) -> None:
     traces.write_bytes(audits.fold(b"[]\n"))
     container = next(audited.parent.glob("int8-*"))
     with pytest.raises(DataError, match=r"traces.*line 1.*E1303"):
-        verify_logits(Request(container, against=copied), lambda word: pytest.fail(f"{word} was begun"))
+        verify_logits(LogitsRequest(container, against=copied), lambda word: pytest.fail(f"{word} was begun"))
     with pytest.raises(DataError, match=r"below 1024.*E1303"):
         verify_logits(
-            Request(container, against=edit(copied, lambda t: t["prompts"][0].update(ids=[4096]))),
+            LogitsRequest(container, against=edit(copied, lambda t: t["prompts"][0].update(ids=[4096]))),
             lambda word: pytest.fail(f"{word} was begun"),
         )
 

@@ -12,7 +12,8 @@ import pytest
 from kits.inference import TINY, Workshop, calm, command
 
 from pagestone.formats.errors import PagestoneError
-from pagestone.reader import host
+from pagestone.reader.hosts import transformers as host
+from pagestone.reader.session import Session
 from pagestone.validate import fidelity, logits, requests
 from pagestone.validate.audit import Audit
 
@@ -34,8 +35,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> None:
         pytest.fail("a model was loaded")
 
-    for module, name in ((host, "load"), (host, "plain_model"), (logits, "open_store"), (logits, "ResidentStore"),
-                         (fidelity, "open_model")):  # fmt: skip
+    for module, name in ((host, "load"), (host, "plain_model"), (logits, "ResidentStore"),
+                         (Session, "model_over"), (Session, "open_store")):  # fmt: skip
         monkeypatch.setattr(module, name, loaded)
 
 
@@ -109,14 +110,14 @@ def test_compare(container: Path, files: Path, capsys: pytest.CaptureFixture[str
 )
 def test_numbers_of_verify_logits(container: Path, how: dict[str, Any]) -> None:
     with pytest.raises(PagestoneError, match="E1314"):
-        logits.verify_logits(logits.Request(container, **how))
+        logits.verify_logits(logits.LogitsRequest(container, **how))
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize("how", [{"tokens": 1}, {"window": 1}, {"window": 0}, {"limit": 0}, {"tokens": "9"}])
 def test_numbers_of_compare(container: Path, how: dict[str, Any]) -> None:
     with pytest.raises(PagestoneError, match="E1314"):
-        fidelity.compare(fidelity.Request(container, TINY, text=TINY / "heldout.txt", **how))
+        fidelity.compare(fidelity.FidelityRequest(container, TINY, text=TINY / "heldout.txt", **how))
 
 
 def test_numbers_at_their_ends() -> None:

@@ -1,0 +1,190 @@
+"""A container with everything that running its model needs, each opened once: what programs and commands begin with.
+
+    with Session("out/tiny-int8") as session:
+        turn = session.conversation().answer([{"role": "user", "content": "Who are you?"}], 100)
+        print(turn.text)
+
+What is cheap comes first: whatever can be refused is refused before a model is loaded, which takes minutes for a large
+one. The model is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pagestone.formats import native
+from pagestone.formats.errors import RequestError
+from pagestone.formats.text import size_text
+from pagestone.reader import hosts
+from pagestone.reader.budget import default_budget, largest_record, row_sum_bytes
+from pagestone.reader.cache import check_budget
+from pagestone.reader.chat import Conversation
+from pagestone.reader.container import Container, open_to_run
+from pagestone.reader.dense import DenseTensors, dense_entries
+from pagestone.reader.errors import Closing
+from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_runnable, experts_for
+from pagestone.reader.sampling import Sampling, choose_sampling
+from pagestone.reader.store import MODES, ExpertStore, StoreOptions, open_store
+from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
+
+Note = Callable[[str], None]
+
+
+def ignore(text: str) -> None:
+    """Note nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How a model is to be run.
+
+    `io` is one of `store.MODES`; `budget` is bytes, for `direct` only, None for what is free; `experts` is "auto" or
+    one of `model.PRODUCTS`; `tokenizer` is a directory that holds one, `variables` are given to its chat template;
+    `host` names one of `hosts.registry()`, `attention` a function it knows.
+    """
+
+    io: str = "direct"
+    budget: int | None = None
+    threads: int = 2
+    experts: str = AUTO
+    tokenizer: Path | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    host: str = hosts.DEFAULT
+    device: str = CPU
+    attention: str | None = None
+
+
+def _check(options: SessionOptions) -> None:
+    """Refuse (E1240) what no store could be opened with."""
+    if options.io not in MODES:
+        raise RequestError(
+            f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"
+        )
+    if options.budget is not None and options.io != "direct":
+        raise RequestError(
+            f"--budget bounds reads into a cache, and --io {options.io} has none",
+            code="E1240",
+            remedy="use --io direct",
+        )
+
+
+class Session(Closing):
+    """One container, ready to run; `note` is told what the user should know of how it runs.
+
+    May stand in a `with` statement. Opening compares every side file with its digest. Raises `RequestError` for what
+    cannot be run or is not installed (E0331, E1215, E1220 to E1223, E1240, E1244, E1290, E1291) and whatever
+    `open_to_run` raises.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: SessionOptions | None = None, note: Note = ignore
+    ) -> None:
+        self.options = SessionOptions() if options is None else options
+        self._note = note
+        self._model: Model | None = None
+        _check(self.options)
+        self._host = hosts.get(self.options.host)
+        self._host.require()
+        self.container: Container = open_to_run(path)
+        codec = self.container.manifest.codec
+        self.loading = Loading(experts_for(codec, self.options.experts), self.options.device, self.options.attention)
+        check_runnable(self.container)
+        if self.options.budget is not None:
+            check_budget(self.options.budget, largest_record(self.container))
+
+    @property
+    def path(self) -> Path:
+        """The container's directory."""
+        return self.container.path
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows, as its config says; no model is loaded for it."""
+        return self._host.vocabulary_of(self.path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The container's tokenizer, or the one the options name. Raises as `open_tokenizer`."""
+        return open_tokenizer(self.path, self.options.tokenizer, self.options.variables)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The ids that end an answer. Raises as `end_tokens`."""
+        return end_tokens(self.path, self.tokenizer)
+
+    def sampling(self, **options: float | None) -> Sampling:
+        """How tokens are chosen: `options` that are not None over what the publisher recommends; see `Sampling`."""
+        return choose_sampling(self.path, **options)
+
+    @property
+    def model(self) -> Model:
+        """The model over the store that the options ask for, loaded at the first use. Raises as `Host.load`."""
+        self._check_open()
+        if self._model is None:
+            self._model = self._load()
+        return self._model
+
+    @property
+    def store(self) -> ExpertStore:
+        """Where the model's experts come from."""
+        return self.model.context.store
+
+    def conversation(self, sampling: Sampling | None = None) -> Conversation:
+        """A conversation with the model; without `sampling` tokens are chosen as the publisher recommends."""
+        chosen = self.sampling() if sampling is None else sampling
+        tokenizer, ends = self.tokenizer, self.ends  # before the model: they may be refused
+        return Conversation(self.model, tokenizer, chosen, ends, self._note)
+
+    def model_over(self, store: ExpertStore, dense: DenseTensors | None = None) -> Model:
+        """Another model of the container, over a store of the caller's; who closes it closes the store."""
+        try:
+            return self._host.load(self.container, store, self.loading, dense)
+        except BaseException:
+            store.close()
+            raise
+
+    def open_store(self, io: str, budget: int | None = None, note: Note = ignore) -> tuple[ExpertStore, list[str]]:
+        """A store of the container for this session's kind of experts, and notes for the user."""
+        rows = self.loading.experts == NATIVE
+        return open_store(self.container, StoreOptions(io, budget, self.options.threads, beside=rows, note=note))
+
+    def _load(self) -> Model:
+        container, io = self.container, self.options.io
+        sums = row_sum_bytes(container) if self.loading.experts == NATIVE else 0
+        room = self.options.budget
+        if io == "direct" and room is None:
+            room = default_budget(container, sum(e.nbytes for _, e in dense_entries(container).values()) + sums)
+        store, notes = self.open_store(io, room, self._note)
+        model = self.model_over(store)
+        for text in (self._how(store, room), *notes, *model.notes, *self._costs(sums)):
+            self._note(text)
+        return model
+
+    def _how(self, store: ExpertStore, room: int | None) -> str:
+        """How experts are read and multiplied, in one line."""
+        budgeted = "" if room is None else f", at most {size_text(room)} of experts in memory"
+        checked = " (not compared with their digests)" if store.mode == "mmap" else ""
+        native_products = self.loading.experts == NATIVE
+        how = f"native products ({native.isa()})" if native_products else "reference products"
+        return f"{self.container.manifest.codec} experts, {how}, {store.mode}{checked}{budgeted}"
+
+    def _costs(self, sums: int) -> list[str]:
+        """What native products cost beside the budget, and whether they are slow here."""
+        if self.loading.experts != NATIVE:
+            return []
+        slow = native.slow_note()
+        held = "mapped" if self.options.io == "mmap" else "in memory beside them, read once"
+        rows = [f"row sums of all experts: {size_text(sums)} {held}"] if sums else []
+        return ([] if slow is None else [slow]) + rows
+
+    def close(self) -> None:
+        """Close model, store and container; may be called twice."""
+        super().close()
+        if self._model is not None:
+            self._model.close()
+        self.container.close()
