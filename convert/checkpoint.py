@@ -6,18 +6,18 @@ Everything is checked before work starts: each shard must be exactly as long as 
 
 from __future__ import annotations
 
-import os
+import struct
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pagestone.convert import directory
-from pagestone.convert.machine import Stamp, machine_errors, stamp_of
-from pagestone.convert.side_files import CODE, OUTSIDE, Homes, SideFile, is_plain, list_side_files
+from pagestone.convert.machine import machine_errors
+from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, read_manifest
-from pagestone.formats.safetensors_header import TensorEntry, read_header
+from pagestone.formats.safetensors_header import TensorEntry, parse_header, read_text
+from pagestone.formats.storage import AnyPlace, Kind, Place, Stamp, place_of
 from pagestone.formats.strict_json import MAX_NODES, Config, load_object
 
 READING = "reading the source"
@@ -41,7 +41,7 @@ class SourceTensor:
 class Checkpoint:
     """The catalogue. `fingerprint` covers config, shard names, lengths and headers, not the data (32 hex digits)."""
 
-    path: Path
+    path: Place
     config: dict[str, Any]
     tensors: dict[str, SourceTensor]
     shards: tuple[str, ...]
@@ -62,7 +62,7 @@ class Checkpoint:
         return Config(nested if isinstance(nested, dict) else self.config, self.path / CONFIG)
 
 
-def load_json(path: Path, code: str, *, loose: bool = False) -> dict[str, Any]:
+def load_json(path: Place, code: str, *, loose: bool = False) -> dict[str, Any]:
     """A JSON object from a file; `DataError` naming the file if it is something else.
 
     `loose` takes what other programs take in a config: a key that stands twice, NaN and Infinity.
@@ -73,15 +73,15 @@ def load_json(path: Path, code: str, *, loose: bool = False) -> dict[str, Any]:
         )
 
 
-def _stamp(path: Path) -> Stamp:
+def _stamp(path: Place) -> Stamp:
     with machine_errors(path, READING):
-        return stamp_of(path.stat())
+        return path.stamp()
 
 
-def _find_index(root: Path) -> Path | None:
-    if (root / INDEX).exists() or (root / INDEX).is_symlink():
+def _find_index(root: Place) -> Place | None:
+    if (root / INDEX).kind() is not None:  # a link that points nowhere is told by `_require_file`
         return root / INDEX
-    others = sorted(root.glob("*.safetensors.index.json"))
+    others = directory.ending(root, ".safetensors.index.json")
     if len(others) > 1:
         raise RequestError(
             f"one index expected, found {', '.join(p.name for p in others)}",
@@ -92,12 +92,12 @@ def _find_index(root: Path) -> Path | None:
     return others[0] if others else None
 
 
-def _require_file(root: Path, name: str, why: str) -> Path:
+def _require_file(root: Place, name: str, why: str) -> Place:
     path = root / name
     if not is_plain(name):
         raise DataError(f"a plain file name expected, found {name!r}", code="E0406", file=root, remedy="fix the index")
     if not path.is_file():
-        state = "its link points nowhere" if path.is_symlink() else "there is no such file"
+        state = "its link points nowhere" if path.kind() is Kind.DANGLING else "there is no such file"
         raise DataError(
             f"{why}, but {state}",
             code="E0403",
@@ -107,7 +107,7 @@ def _require_file(root: Path, name: str, why: str) -> Path:
     return path
 
 
-def _named_shards(root: Path, index: Path | None, warnings: list[str]) -> tuple[dict[str, str], list[str]]:
+def _named_shards(root: Place, index: Place | None, warnings: list[str]) -> tuple[dict[str, str], list[str]]:
     """(which tensor the index places in which file, the files in order of names); every file is there."""
     if index is None:
         shards, weight_map, why = directory.shards_without_index(root, INDEX), {}, "expected to hold the weights"
@@ -133,7 +133,7 @@ def _named_shards(root: Path, index: Path | None, warnings: list[str]) -> tuple[
     return weight_map, shards
 
 
-def _require_config(root: Path) -> None:
+def _require_config(root: Place) -> None:
     if not (root / CONFIG).is_file():
         raise RequestError(
             f"{CONFIG} expected in the checkpoint directory, found none",
@@ -141,7 +141,7 @@ def _require_config(root: Path) -> None:
             file=root,
             remedy="give the directory that holds config.json and the .safetensors files",
         )
-    if not Homes(root).holds(root / CONFIG):
+    if not (root / CONFIG).holds():
         raise RequestError(
             f"a file of the checkpoint expected, found {OUTSIDE}",
             code="E0415",
@@ -150,8 +150,8 @@ def _require_config(root: Path) -> None:
         )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = False) -> Checkpoint:
-    """The catalogue of the checkpoint directory at `path`.
+def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkpoint:
+    """The catalogue of the checkpoint that is `source`: a storage, or the path of a directory.
 
     `merge_unlisted` also takes the tensors of .safetensors files that the index does not name; a name that stands in
     two files is then refused.
@@ -159,7 +159,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
     and tensor if a shard is missing, short, damaged or contradicts the index.
     """
-    root = Path(path)
+    root = place_of(source, once=True)
     directory.require_directory(root)
     container = _is_bf16_container(root)
     _require_config(root)
@@ -174,7 +174,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     directory.refuse_unfinished(root, shards, named)
     unlisted: list[str] = []
     if merge_unlisted:
-        unlisted = sorted(p.name for p in root.glob("*.safetensors") if p.is_file() and p.name not in shards)
+        unlisted = [p.name for p in directory.ending(root) if p.is_file() and p.name not in shards]
         warnings += [f"{name}: not in the index; its tensors are taken, as --merge-unlisted asks" for name in unlisted]
 
     digests: dict[str, bytes] = {}
@@ -198,7 +198,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
     directory.refuse_unfinished(root, (), copied)
     if (root / TEMPLATES).is_dir():
         directory.refuse_unfinished(
-            root / TEMPLATES, (), [Path(n).name for n in copied if n.startswith(f"{TEMPLATES}/")]
+            root / TEMPLATES, (), [n.rpartition("/")[2] for n in copied if n.startswith(f"{TEMPLATES}/")]
         )
     stamps |= {name: _stamp(root / name) for name in copied}
     return Checkpoint(
@@ -219,7 +219,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, merge_unlisted: bool = Fals
 class _Catalogue:
     """The tensors of the shards read so far. `weight_map` is the index's; empty, and not `indexed`, without one."""
 
-    root: Path
+    root: Place
     weight_map: dict[str, str]
     indexed: bool
     container: bool
@@ -229,9 +229,9 @@ class _Catalogue:
     def add(self, shard: str, *, listed: bool) -> bytes:
         """Read a shard's header; what the fingerprint covers of it. Not `listed`: its names may stand nowhere else."""
         with machine_errors(self.root / shard, READING):
-            header = read_header(self.root / shard)
-            with (self.root / shard).open("rb") as handle:
-                head = handle.read(header.data_start)
+            text, size = read_text(self.root / shard)
+        header = parse_header(text, size, self.root / shard)
+        head = struct.pack("<Q", len(text)) + text
         for entry in header.entries:
             if self.container and entry.name not in self.weight_map and entry.name.endswith((".pad", ".pad_a")):
                 continue
@@ -288,7 +288,7 @@ class _Catalogue:
                 )
 
 
-def _is_bf16_container(root: Path) -> bool:
+def _is_bf16_container(root: Place) -> bool:
     """Whether the directory is one of our containers that holds a model's own values.
 
     Raises `RequestError` for a container of another codec: its codes must not be encoded again.

@@ -18,7 +18,8 @@ import typer
 
 from pagestone.convert import report
 from pagestone.convert.plan import Plan, Request
-from pagestone.convert.prepare import Outcome, plan_for, prepare, ready
+from pagestone.convert.outcome import Outcome
+from pagestone.convert.prepare import plan_for, prepare, ready
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown

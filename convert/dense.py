@@ -23,6 +23,7 @@ from pagestone.formats.dtypes import FLOATS, VIEWS, f32_to_bf16, item_size
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, NonFiniteError, PagestoneError, RequestError
 from pagestone.formats.quantised import KINDS, SCALE_DTYPES, Form, Quantised, scale_values
+from pagestone.formats.storage import Place
 
 REFUSED = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 """Types that are never copied: their meaning depends on a convention nobody states in the file."""
@@ -66,7 +67,7 @@ class DenseRules:
     """What may become of dense tensors: `tensors` are all of a checkpoint (or container) by name, `block` the block of
     scales its config states, `family` the model's (None: unknown, then no codes stay)."""
 
-    path: Path
+    path: Path | Place
     tensors: Mapping[str, SourceTensor]
     block: tuple[int, int] | None
     family: Family | None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from pagestone.convert.side_files import UNFINISHED
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
+from pagestone.formats.storage import Place, place_of
 
 SINGLE = "model.safetensors"
 PART_OF = re.compile(r".*?(\d+)[-_]of[-_](\d+)\.safetensors")
@@ -23,6 +23,7 @@ BESIDE = re.compile(
 )
 """What may follow a shard's whole name in another file's: indexes, digests, signatures, older copies."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*")
+HUB_MODEL = re.compile(r"models--.*--.*", re.DOTALL)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 OTHER_WEIGHTS = {
     "GGUF": (".gguf",),
@@ -32,7 +33,12 @@ OTHER_WEIGHTS = {
 ADAPTER = "adapter_config.json"
 
 
-def require_directory(root: Path) -> None:
+def ending(root: Place, suffix: str = ".safetensors") -> list[Place]:
+    """What is in a directory under names with this end, in order of names."""
+    return sorted((p for p in root.entries() if p.name.endswith(suffix)), key=lambda p: p.name)
+
+
+def require_directory(root: Place) -> None:
     """Raise `RequestError` unless `root` is a directory that may be a checkpoint, saying what it is instead."""
     if root.is_dir():
         wrong = _cache(root) or _adapter(root) or _other_weights(root)
@@ -56,16 +62,17 @@ def require_directory(root: Path) -> None:
     raise RequestError(f"a checkpoint directory expected, found {found}", code="E0401", file=root, remedy=remedy)
 
 
-def _cache(root: Path) -> RequestError | None:
+def _cache(root: Place) -> RequestError | None:
     """The directory of a model in a hub cache, or one above or below it, but no snapshot."""
     if (root / "config.json").exists():
         return None
-    models = sorted(p.name for p in root.glob("models--*--*"))
-    place = root / "snapshots" if (root / "snapshots").is_dir() else root
-    if place.name == "snapshots" and (place.parent / "blobs").is_dir():
-        found = sorted(p for p in place.iterdir() if p.is_dir())
-        main = place.parent / "refs" / "main"
-        named = place / main.read_bytes().decode("utf-8", "replace").strip() if main.is_file() else None
+    models = sorted(p.name for p in root.entries() if HUB_MODEL.fullmatch(p.name))
+    here = root.path()
+    snapshots = here if here is None or not (here / "snapshots").is_dir() else here / "snapshots"
+    if snapshots is not None and snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir():
+        found = sorted(p for p in snapshots.iterdir() if p.is_dir())
+        main = snapshots.parent / "refs" / "main"
+        named = snapshots / place_of(main).read_bytes().decode("utf-8", "replace").strip() if main.is_file() else None
         found = [named] if named in found else found
         remedy = f"give a snapshot: {' or '.join(map(str, found))}" if found else "download the model: it has none"
         message = "a checkpoint directory expected, found a hub cache's directory of a model"
@@ -77,7 +84,7 @@ def _cache(root: Path) -> RequestError | None:
     return RequestError(message, code="E0417", file=root, remedy=remedy)
 
 
-def _adapter(root: Path) -> RequestError | None:
+def _adapter(root: Place) -> RequestError | None:
     if not (root / ADAPTER).is_file() or (root / "config.json").is_file():
         return None
     return RequestError(
@@ -88,8 +95,8 @@ def _adapter(root: Path) -> RequestError | None:
     )
 
 
-def _other_weights(root: Path) -> RequestError | None:
-    names = sorted(p.name for p in root.iterdir())
+def _other_weights(root: Place) -> RequestError | None:
+    names = sorted(p.name for p in root.entries())
     if any(n.lower().endswith((".safetensors", ".safetensors.index.json")) for n in names):
         return None
     for kind, suffixes in OTHER_WEIGHTS.items():
@@ -106,9 +113,9 @@ def _other_weights(root: Path) -> RequestError | None:
     return None
 
 
-def shards_without_index(root: Path, index: str) -> list[str]:
+def shards_without_index(root: Place, index: str) -> list[str]:
     """The one file that is the whole model where there is no index; `RequestError` if none is provably that."""
-    shards = sorted(p.name for p in root.glob("*.safetensors"))
+    shards = sorted(p.name for p in ending(root))
     if SINGLE in shards:
         return [SINGLE]
     if len(shards) != 1:
@@ -132,9 +139,9 @@ def shards_without_index(root: Path, index: str) -> list[str]:
     return shards
 
 
-def stale_index(root: Path, index: str, shards: Collection[str], missing: Collection[str]) -> PagestoneError | None:
+def stale_index(root: Place, index: str, shards: Collection[str], missing: Collection[str]) -> PagestoneError | None:
     """The error of an index that names other files than the ones that are here; None if only files are missing."""
-    others = sorted(p.name for p in root.glob("*.safetensors") if p.is_file() and p.name not in shards)
+    others = sorted(p.name for p in ending(root) if p.is_file() and p.name not in shards)
     if not missing or not others:
         return None
     return DataError(
@@ -155,12 +162,12 @@ def announced_parts(shards: Iterable[str]) -> str | None:
     return f"the shards' names count {totals.pop()} parts, the index names {len(parts)}: others may be missing"
 
 
-def refuse_unfinished(root: Path, shards: Collection[str], others: Collection[str]) -> None:
+def refuse_unfinished(root: Place, shards: Collection[str], others: Collection[str]) -> None:
     """Raise `DataError` if a file stands beside one of these that says it is not downloaded to its end.
 
     Beside a shard every longer name counts but the ones in `BESIDE`; beside `others` those a downloader is known for.
     """
-    for entry in sorted(p.name for p in root.iterdir()):
+    for entry in sorted(p.name for p in root.entries()):
         known = entry not in shards and entry not in others
         visible = entry.removeprefix(".") if entry.startswith(".") else entry
         owner = next((s for s in shards if visible.startswith(s) and len(visible) > len(s)), None)

@@ -9,7 +9,6 @@ copied, or somebody wrote there) the file is read, and its digest decides.
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Mapping
@@ -17,12 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagestone.convert.machine import Stamp, is_regular, named, open_own, stamp_of
+from pagestone.convert.machine import is_regular, own_file
 from pagestone.formats import strict_json
 from pagestone.formats.digests import Hasher, digest, layer_digest
+from pagestone.formats.storage import Place, Stamp, hash_file, stamp_of
 from pagestone.formats.strict_json import brief
-
-PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +104,24 @@ def _stamp(value: Any) -> Stamp:
 
 def file_digest(path: Path, experts: int) -> bytes:
     """The digest of a file as the manifest has it; `experts` is the number of records of a layer file, else 0."""
-    with named(path), open(open_own(path, os.O_RDONLY), "rb") as handle:  # noqa: PTH123
-        if experts:
-            size = os.fstat(handle.fileno()).st_size
-            head = handle.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            stride, rest = divmod(size - 8 - length, experts)
-            if stride < 1 or rest:
-                return b""  # not a file of so many records
-            head += handle.read(length)
-            return layer_digest(head, [_hash(handle, stride) for _ in range(experts)])
-        return _hash(handle, os.fstat(handle.fileno()).st_size)
+    file = own_file(path)
+    with file.storage:
+        if not experts:
+            return _hash(file, 0, None)
+        size = file.size()
+        head = file.read(0, 8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        start = 8 + length
+        stride, rest = divmod(size - start, experts)
+        if stride < 1 or rest:
+            return b""  # not a file of so many records
+        head += file.read(8, length)
+        return layer_digest(head, [_hash(file, start + e * stride, stride) for e in range(experts)])
 
 
-def _hash(handle: Any, nbytes: int) -> bytes:
-    """The digest of the next `nbytes`, or of what there is of them."""
+def _hash(file: Place, offset: int, nbytes: int | None) -> bytes:
     hasher = Hasher()
-    while nbytes > 0 and (piece := handle.read(min(PIECE, nbytes))):
-        hasher.update(piece)
-        nbytes -= len(piece)
+    hash_file(file.read_into, hasher, offset, nbytes)
     return hasher.digest()
 
 

@@ -9,21 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pagestone.formats.errors import MachineError, RequestError
-
-Stamp = tuple[int, int, int]
-"""(length in bytes, modification time in ns, change time in ns) of a file: what a write cannot leave as it was.
-
-The change time is the file system's own: no program can set it back. The inode is left out. Where change times are kept
-it adds nothing, and some network file systems give a file another inode each time it is looked up.
-"""
-
-UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""What file systems answer to a service they do not have."""
+from pagestone.formats.storage import UNSUPPORTED, LocalDirectory, Place, Side, SystemErrors, named
 
 LOCKS, DIRECT, RESERVE, SYNC, SPACE = "locks", "direct writes", "reserving space", "syncing directories", "free space"
 LACKS = {
@@ -55,41 +44,23 @@ _READING = {
 }
 
 
+_OTHERWISE = "fix the cause and run the same command again; finished work is kept"
+_WORDS, _MEMORY = "{reason} while {doing}", "use fewer --workers, or free memory"
+WRITES = Side("E0901", _WORDS, _REMEDIES, _OTHERWISE, _MEMORY)
+READS = Side("E0901", _WORDS, _REMEDIES | _READING, _OTHERWISE, _MEMORY)
+
+
+def machine_errors(path: str | os.PathLike[str], doing: str) -> SystemErrors:
+    """Turn `OSError` and `MemoryError` into `MachineError`; `path` is named where the error names no file.
+
+    `doing` completes "while ..."; if it begins with "reading", the remedies are those for reading.
+    """
+    return SystemErrors(READS if doing.startswith("reading") else WRITES, path, doing)
+
+
 def machine_error(error: OSError, path: str | os.PathLike[str], doing: str) -> MachineError:
-    """An operating system error in the project's words; `doing` completes "while ..."."""
-    reason = error.strerror or str(error)
-    table = _REMEDIES | _READING if doing.startswith("reading") else _REMEDIES
-    remedy = table.get(error.errno or 0, "fix the cause and run the same command again; finished work is kept")
-    return MachineError(f"{reason} while {doing}", code="E0901", file=error.filename or path, remedy=remedy)
-
-
-@contextmanager
-def machine_errors(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
-    """Turn `OSError` and `MemoryError` into `MachineError`; `path` is named where the error names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise machine_error(error, path, doing) from error
-    except MemoryError:
-        raise MachineError(
-            f"out of memory while {doing}", code="E0902", file=path, remedy="use fewer --workers, or free memory"
-        ) from None
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Let an `OSError` that names no file (of a read, a write, an fsync) name this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
-
-
-def stamp_of(status: os.stat_result) -> Stamp:
-    """The stamp of a file."""
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    """An error of the operating system in the same words."""
+    return WRITES.error(error, path, doing)
 
 
 def is_regular(path: Path) -> bool:
@@ -133,10 +104,9 @@ def not_a_file(path: Path) -> RequestError:
     )
 
 
-def read_own(path: Path) -> bytes:
-    """All of a file in our own work directory; see `open_own`."""
-    with named(path), open(open_own(path, os.O_RDONLY), "rb") as handle:
-        return handle.read()
+def own_file(path: Path) -> Place:
+    """A file in our own work directory, opened as `open_own` does."""
+    return Place(LocalDirectory(path.parent, once=True, opener=open_own), path.name)
 
 
 def sync_directory(path: Path, lacks: set[str]) -> None:

@@ -21,15 +21,16 @@ from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import machine_errors, stamp_of, write_durably
+from pagestone.convert.machine import machine_errors, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
-from pagestone.convert.reading import ExpertReader, SourceFiles, page_buffer
+from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.convert.writing import CHUNK, OutputFile, StreamWriter
 from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, LayerLayout
+from pagestone.formats.storage import Place, page_buffer, stamp_of
 
 ALL_ZERO = "all zero: "
 """How the note begins that a dense matrix, whose name follows, holds nothing but zeros."""
@@ -46,7 +47,7 @@ class LayerWriter:
         self.layout: LayerLayout = target.file.layout(len(head))
         self._head = head
         self._file = OutputFile(work.file(target.name), target.nbytes, work.lacks)
-        padded = page_buffer(len(head))
+        padded = memoryview(page_buffer(len(head)))
         padded[:] = head
         self._file.write(padded, 0)
         self._records: list[bytes] = [b""] * self.layout.count
@@ -179,7 +180,9 @@ def _tasks(shared: _Shared) -> Iterator[Task]:
 
 
 def _worker(shared: _Shared, tasks: Iterator[Task], source_room: int, record_room: int) -> None:
-    hands = _Hands(ExpertReader(shared.files, source_room), page_buffer(record_room), page_buffer(CHUNK))
+    hands = _Hands(
+        ExpertReader(shared.files, source_room), memoryview(page_buffer(record_room)), memoryview(page_buffer(CHUNK))
+    )
     try:
         while not shared.stop.is_set():
             with shared.lock:  # a generator may be advanced by one thread at a time
@@ -260,7 +263,8 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
             writer.close()
 
 
-def narrow(path: Path, source: Path) -> None:
+def narrow(path: Path, source: Place) -> None:
     """Take from a file's mode what its source's does not have: who may not read the one may not read the other."""
-    own = stat.S_IMODE(path.stat().st_mode)
-    path.chmod(own & source.stat().st_mode | stat.S_IRUSR)
+    mode = source.mode()
+    if mode is not None:
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & mode | stat.S_IRUSR)

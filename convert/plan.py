@@ -30,6 +30,7 @@ from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_nam
 from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
+from pagestone.formats.storage import Place
 from pagestone.formats.strict_json import brief
 from pagestone.formats.text import natural
 
@@ -52,11 +53,11 @@ ACTIVATION_RULE = (EXCLUDED, "activation scale: containers are weight-only", Non
 class Request:
     """What is asked for: equal requests for equal sources give equal containers.
 
-    `layers` = (first, end) keeps the experts of those decoder layers only, `include_code` copies the source's *.py
+    `source` is a path, or a storage. `layers` = (first, end) keeps the experts of those decoder layers only, `include_code` copies the source's *.py
     files, `merge_unlisted` takes the tensors of .safetensors files that its index does not name.
     """
 
-    source: Path
+    source: AnyPlace
     codec: Codec
     layers: tuple[int, int] | None = None
     include_code: bool = False
@@ -441,9 +442,12 @@ def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) 
                     yield tensor_name(file.prefix, expert, file.part_names, slot), target.name, slot.nbytes
 
 
-def check_paths(checkpoint: Path, output: Path) -> None:
+def check_paths(checkpoint: Place, output: Path) -> None:
     """Refuse an output that is the source, is inside it, or holds it (links resolved): nothing there may change."""
-    source, target = checkpoint.resolve(), output.resolve()
+    path = checkpoint.path()
+    if path is None:  # of no directory of this machine
+        return
+    source, target = path.resolve(), output.resolve()
     if source == target or source in target.parents or target in source.parents:
         relation = "is" if source == target else "is inside" if source in target.parents else "contains"
         raise RequestError(

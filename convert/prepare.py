@@ -11,14 +11,15 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.journal import FinishedFile, file_digest
-from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, named, sync_directory
+from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, own_file, sync_directory
+from pagestone.convert.outcome import Outcome
 from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
 from pagestone.convert.plan import Plan, Request, check_paths, plan_checkpoint
 from pagestone.convert.publish import (
@@ -46,21 +47,11 @@ from pagestone.formats.manifest import (
     Manifest,
     write_experts,
 )
+from pagestone.formats.storage import named, place_of
 from pagestone.formats.text import natural
 
 SPARE = 16 << 20
 """Bytes asked for beyond the plan's: journal, directory entries, what the estimate of small files leaves out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a conversion did: `state` is "converted", "already there" or "finished publishing"."""
-
-    state: str
-    manifest: Manifest
-    warnings: tuple[str, ...]
-    notes: dict[str, int] = field(default_factory=dict)
-    """Matrices of a quantised source by what became of them, see `convert.encode`."""
 
 
 def ready(request: Request, output: Path, *, force: bool = False) -> Plan | Outcome:
@@ -69,13 +60,14 @@ def ready(request: Request, output: Path, *, force: bool = False) -> Plan | Outc
     That needs no source, and is done also where there is one that cannot be planned. Raises what `plan_for` raises.
     """
     with machine_errors(output, "converting"):
-        if request.source.exists() and output.exists():
-            check_paths(request.source, output)
+        source = place_of(request.source)
+        if source.exists() and output.exists():
+            check_paths(source, output)
         try:
             return plan_for(request, output)
         except PagestoneError:
             completed = finish_interrupted(output, force=force)
-            if completed is None or request.source.exists():
+            if completed is None or source.exists():
                 raise
             return Outcome("finished publishing", completed, ())
 
@@ -204,9 +196,10 @@ def zero_warnings(plan: Plan, finished: Mapping[str, FinishedFile], dense: set[s
 
 def plan_for(request: Request, output: Path) -> Plan:
     """The plan of a conversion, after the checks that concern both ends."""
-    with machine_errors(request.source, "reading the source"):
-        checkpoint = open_checkpoint(request.source, merge_unlisted=request.merge_unlisted)
-        check_paths(request.source, output)
+    source = place_of(request.source, once=True)
+    with machine_errors(source, "reading the source"):
+        checkpoint = open_checkpoint(source, merge_unlisted=request.merge_unlisted)
+        check_paths(source, output)
         return plan_checkpoint(checkpoint, request)
 
 
@@ -310,8 +303,9 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
 
 
 def _sha256(path: Path) -> bytes:
-    with named(path), path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").digest()
+    hasher = hashlib.sha256()
+    own_file(path).hash(hasher)
+    return hasher.digest()
 
 
 def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:

@@ -29,15 +29,13 @@ from typing import Any
 from pagestone.convert.journal import FinishedFile, file_digest, from_lines, is_intact, to_line
 from pagestone.convert.machine import (
     LOCKS,
-    UNSUPPORTED,
     is_regular,
     is_there,
     machine_error,
     machine_errors,
-    named,
     not_a_file,
     open_own,
-    read_own,
+    own_file,
     sync_directory,
     write_durably,
 )
@@ -52,6 +50,7 @@ from pagestone.formats.manifest import (
     Manifest,
     read_manifest,
 )
+from pagestone.formats.storage import UNSUPPORTED, named
 
 LOCK, JOURNAL, REPLACED = ".lock", ".journal.jsonl", ".replaced.json"
 """Our own files in the work directory: hidden, as no file of a container is.
@@ -136,7 +135,7 @@ class WorkDirectory:
     def _read_journal(self) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         path = self.file(JOURNAL)
         try:
-            raw = read_own(path)
+            raw = own_file(path).read_bytes()
         except FileNotFoundError:
             return None, []
         try:
@@ -197,7 +196,7 @@ class WorkDirectory:
             try:
                 old = (self.output / MANIFEST).read_bytes()
             except FileNotFoundError:
-                old = read_own(self.file(REPLACED)) if is_there(self.file(REPLACED)) else b""
+                old = own_file(self.file(REPLACED)).read_bytes() if is_there(self.file(REPLACED)) else b""
             write_durably(self.file(REPLACED), old, self.lacks)
         else:
             self.file(REPLACED).unlink(missing_ok=True)
@@ -299,7 +298,7 @@ class WorkDirectory:
     def _require_complete(self, manifest: Manifest) -> None:
         """Every file that is listed is in the work directory or was moved already, and holds what the manifest says."""
         try:
-            _, entries = from_lines(read_own(self.file(JOURNAL)))
+            _, entries = from_lines(own_file(self.file(JOURNAL)).read_bytes())
         except (OSError, PagestoneError, ValueError, KeyError, TypeError):
             entries = []  # digests decide alone
         recorded = {e.name: e for e in entries}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,48 +14,36 @@ from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, align_up
 from pagestone.formats.quantised import Quantised, scale_values
+from pagestone.formats.storage import AnyPlace, page_buffer, place_of
 
 ALIGNMENT = 64
 """Bytes: where a range begins in its buffer, so that kernels may use any vector load."""
 
 
-def page_buffer(nbytes: int) -> memoryview:
-    """A page-aligned, zeroed buffer; it takes memory only as it is touched."""
-    return memoryview(mmap.mmap(-1, max(1, nbytes)))
-
-
 class SourceFiles:
-    """Open descriptors of the source's shards, shared by all workers (pread has no position)."""
+    """Byte ranges of a source for whom it must not be short; files stay open until it is closed. For many threads."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._open: dict[str, int] = {}
-        self._lock = threading.Lock()
+    def __init__(self, source: AnyPlace) -> None:
+        self._root = place_of(source, once=True)
+        self._open = ExitStack()
+        self._open.enter_context(self._root.storage)
 
     def close(self) -> None:
-        """Close every descriptor."""
-        for handle in self._open.values():
-            os.close(handle)
-        self._open.clear()
+        """Let go of the source's files, and let the page cache do so; may be called twice."""
+        self._open.close()
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` of a shard; `DataError` if the file ends too early."""
-        done = 0
-        with machine_errors(self._root / file, "reading the source"):
-            with self._lock:
-                handle = self._open.get(file)
-                if handle is None:
-                    handle = self._open[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
-            while done < len(target):
-                got = os.preadv(handle, [target[done:]], offset + done)
-                if got == 0:
-                    raise DataError(
-                        f"{len(target)} bytes at {offset} expected, the file ended after {done}",
-                        code="E0701",
-                        file=self._root / file,
-                        remedy="the source changed while it was read: check it and run again",
-                    )
-                done += got
+        """Fill `target` from `offset` of a file; `DataError` (E0701) if the file ends too early."""
+        at = self._root / file
+        with machine_errors(at, "reading the source"):
+            got = at.read_into(target, offset)
+        if got < len(target):
+            raise DataError(
+                f"{len(target)} bytes at {offset} expected, the file ended after {got}",
+                code="E0701",
+                file=at,
+                remedy="the source changed while it was read: check it and run again",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +79,7 @@ class ExpertReader:
 
     def __init__(self, files: SourceFiles, nbytes: int) -> None:
         self._files = files
-        self._buffer = page_buffer(nbytes)
+        self._buffer = memoryview(page_buffer(nbytes))
 
     @staticmethod
     def needed(source: LayerSource) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.machine import disk_space
+from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
-from pagestone.convert.prepare import Outcome
 from pagestone.convert.sources import LayerSource
 from pagestone.formats.text import shown_lines, size_text
 

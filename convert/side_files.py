@@ -11,10 +11,10 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from pagestone.convert.machine import machine_errors
 from pagestone.formats.manifest import NAME_BYTES, TEMPLATE_SUFFIX, TEMPLATES
+from pagestone.formats.storage import Place
 from pagestone.formats.strict_json import loads
 
 SIDE_FILE_LIMIT = 64 << 20
@@ -84,53 +84,36 @@ def folded(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
-class Homes:
-    """Where the links of a checkpoint's directory may lead."""
-
-    def __init__(self, root: Path) -> None:
-        real = root.resolve()
-        self._allowed = [real]
-        snapshots = next((p for p in real.parents if p.name == "snapshots"), None)
-        if snapshots is not None:
-            self._allowed.append(snapshots.parent / "blobs")  # not resolved: a link there leads elsewhere
-
-    def holds(self, path: Path) -> bool:
-        """Whether a file, its links followed, lies in the checkpoint or in its cache's blobs."""
-        return any(home in path.resolve().parents for home in self._allowed)
-
-
-def list_side_files(root: Path, taken: set[str], warnings: list[str]) -> Iterator[SideFile]:
+def list_side_files(root: Place, taken: set[str], warnings: list[str]) -> Iterator[SideFile]:
     """Every entry of the directory that is not in `taken`, with the rule by which it is copied or stays.
 
     `warnings` is told of what the user may miss.
     """
-    homes = Homes(root)
-    yield from _in_folder(root, root, taken, homes, warnings)
+    yield from _in_folder(root, "", taken, warnings)
 
 
-def _in_folder(root: Path, folder: Path, taken: set[str], homes: Homes, warnings: list[str]) -> Iterator[SideFile]:
-    prefix = "" if folder == root else f"{folder.name}/"
-    for path in sorted(folder.iterdir(), key=lambda p: p.name.encode("utf-8", "surrogateescape")):
+def _in_folder(root: Place, prefix: str, taken: set[str], warnings: list[str]) -> Iterator[SideFile]:
+    for path in (root / prefix.rstrip("/") if prefix else root).entries():
         name = prefix + path.name
         if name in taken:
             continue
         if not prefix and path.name == TEMPLATES and path.is_dir():
-            yield from _in_folder(root, path, taken, homes, warnings)
+            yield from _in_folder(root, f"{path.name}/", taken, warnings)
             continue
         if not is_plain(path.name):
             name = ascii(os.fsencode(name).decode("utf-8", "backslashreplace"))
             warnings.append(f"{name}: its name is not UTF-8, or has characters that do not print; not copied")
             yield SideFile(name, 0, "a name that does not print")
             continue
-        rule, warning = _rule(path, homes)
+        rule, warning = _rule(path)
         if prefix and rule in (None, CODE) and not path.name.endswith(TEMPLATE_SUFFIX):
             rule = "no chat template, in the folder of chat templates"
         if warning:
             warnings.append(f"{name}: {warning}")
-        yield SideFile(name, path.stat().st_size if path.is_file() else 0, rule)
+        yield SideFile(name, path.size() if path.is_file() else 0, rule)
 
 
-def _rule(path: Path, homes: Homes) -> tuple[str | None, str | None]:
+def _rule(path: Place) -> tuple[str | None, str | None]:
     """(why a file is not copied, or None; what the user should be told, or None)."""
     name = path.name.lower()
     if path.is_dir():
@@ -146,19 +129,18 @@ def _rule(path: Path, homes: Homes) -> tuple[str | None, str | None]:
         return "an unfinished download", "an unfinished download; not copied"
     if name.startswith("."):
         return "a hidden file", None
-    if not homes.holds(path):
+    if not path.holds():
         return OUTSIDE, f"{OUTSIDE}; not copied: put a copy in its place if the model needs it"
     return _rule_of_contents(path, name)
 
 
-def _rule_of_contents(path: Path, name: str) -> tuple[str | None, str | None]:
-    nbytes = path.stat().st_size
+def _rule_of_contents(path: Place, name: str) -> tuple[str | None, str | None]:
+    nbytes = path.size()
     if nbytes > SIDE_FILE_LIMIT:
         return f"larger than {SIDE_FILE_LIMIT >> 20} MiB", None
-    with machine_errors(path, "reading the source"), path.open("rb") as handle:
-        head = handle.read(JSON_LIMIT if nbytes <= JSON_LIMIT else HEAD)
-        handle.seek(max(0, nbytes - HEAD))
-        tail = handle.read()
+    with machine_errors(path, "reading the source"):
+        head = path.read(0, JSON_LIMIT if nbytes <= JSON_LIMIT else HEAD)
+        tail = path.read(max(0, nbytes - HEAD), HEAD)
     if head.startswith(POINTER):
         return "a git-LFS pointer, not the file", "a git-LFS pointer: the file itself was not downloaded; not copied"
     text = b"\0" not in head + tail and not head.startswith(b"\x80")  # a pickle begins with 0x80

@@ -1,6 +1,6 @@
 """Facts of the plan, looked at again when they become a promise: a source that changes is not converted into a mixture.
 
-Every file a container is made from is held to its stamp (`machine.Stamp`), the small ones to their contents too.
+Every file a container is made from is held to its stamp (`storage.Stamp`), the small ones to their contents too.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import Stamp, machine_errors, stamp_of
+from pagestone.convert.machine import machine_errors
 from pagestone.convert.plan import Plan
-from pagestone.formats.digests import digest
+from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError
+from pagestone.formats.storage import Place, Stamp
 
 FACTS = ("length", "modification time", "change time")
 
@@ -28,7 +29,7 @@ def small_digests(plan: Plan) -> dict[str, bytes]:
     for side in plan.side_files:
         if side.rule is None:
             with machine_errors(plan.checkpoint.path / side.name, "reading the source"):
-                found[side.name] = digest((plan.checkpoint.path / side.name).read_bytes())
+                found[side.name] = _digest(plan.checkpoint.path / side.name)
     return found
 
 
@@ -38,7 +39,7 @@ def require_unchanged(plan: Plan, finished: Mapping[str, FinishedFile]) -> None:
     for name, known in sorted(used_stamps(plan).items()):
         with machine_errors(root / name, "reading the source"):
             try:
-                now = stamp_of((root / name).stat())
+                now = (root / name).stamp()
             except FileNotFoundError:
                 raise _changed(plan, name, "it is gone") from None
         if now != known:
@@ -48,8 +49,14 @@ def require_unchanged(plan: Plan, finished: Mapping[str, FinishedFile]) -> None:
     wanted |= {f.name: finished[f.name].xxh3 for f in plan.side_files if f.rule is None}
     for name, xxh3 in wanted.items():
         with machine_errors(root / name, "reading the source"):
-            if digest((root / name).read_bytes()).hex() != xxh3:
+            if _digest(root / name).hex() != xxh3:
                 raise _changed(plan, name, "its contents are others")
+
+
+def _digest(file: Place) -> bytes:
+    hasher = Hasher()
+    file.hash(hasher)
+    return hasher.digest()
 
 
 def _changed(plan: Plan, name: str, what: str) -> DataError:

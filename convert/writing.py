@@ -11,10 +11,10 @@ import fcntl
 import os
 from pathlib import Path
 
-from pagestone.convert.machine import DIRECT, RESERVE, UNSUPPORTED, Stamp, named, stamp_of
-from pagestone.convert.reading import page_buffer
+from pagestone.convert.machine import DIRECT, RESERVE
 from pagestone.formats.digests import Hasher
 from pagestone.formats.layout import PAGE, align_up
+from pagestone.formats.storage import UNSUPPORTED, Stamp, named, page_buffer, stamp_of
 
 CHUNK = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -104,7 +104,7 @@ class StreamWriter:
 
     def __init__(self, path: Path, nbytes: int, lacks: set[str]) -> None:
         self._file = OutputFile(path, nbytes, lacks)
-        self._buffer = page_buffer(CHUNK)
+        self._buffer = memoryview(page_buffer(CHUNK))
         self._fill = 0
         self._offset = 0
         self._hasher = Hasher()

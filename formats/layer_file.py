@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pagestone.formats import encodings, strict_json
@@ -40,6 +38,7 @@ from pagestone.formats.safetensors_header import (
     read_header,
     read_text,
 )
+from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.formats.strict_json import brief
 
 SPEC_VERSION = "1"
@@ -221,7 +220,7 @@ def sidecar_name(layer_file: str) -> str:
     return layer_file.removesuffix(".safetensors") + ".rowsum.safetensors"
 
 
-def _not_understood(message: str, file: Path) -> DataError:
+def _not_understood(message: str, file: Place) -> DataError:
     remedy = "the file was altered, or was written by a newer version: use that version, or convert again"
     return DataError(message, code="E0221", file=file, remedy=remedy)
 
@@ -231,7 +230,7 @@ class _Metadata:
     """Metadata of the header of `file`; everything raises `DataError` where it is not what it must be."""
 
     stored: Mapping[str, str]
-    file: Path
+    file: Place
 
     def text(self, key: str) -> str:
         if KEY + key not in self.stored:
@@ -279,7 +278,7 @@ class _Metadata:
         return bias
 
 
-def _described(stored: Mapping[str, str], file: Path) -> LayerFile:
+def _described(stored: Mapping[str, str], file: Place) -> LayerFile:
     """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
     meta = _Metadata(stored, file)
     if meta.text("spec") != SPEC_VERSION:
@@ -308,7 +307,7 @@ def _described(stored: Mapping[str, str], file: Path) -> LayerFile:
     return described
 
 
-def _check_table(header: Header, wanted: list[TensorEntry], file: Path) -> None:
+def _check_table(header: Header, wanted: list[TensorEntry], file: Place) -> None:
     remedy = "the file was altered: restore it, or convert again"
     found = {e.name: e for e in header.entries}
     names = {e.name for e in wanted}
@@ -334,7 +333,7 @@ def _entries(triples: Any, data_start: int) -> list[TensorEntry]:
     return [TensorEntry(n, d, tuple(s), data_start + b, e - b) for n, d, s, b, e in triples]
 
 
-def _aligned(header: Header, file: Path) -> None:
+def _aligned(header: Header, file: Place) -> None:
     if header.data_start % PAGE:
         raise DataError(
             f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}",
@@ -344,13 +343,13 @@ def _aligned(header: Header, file: Path) -> None:
         )
 
 
-def read_layer_file(path: str | os.PathLike[str]) -> tuple[LayerFile, LayerLayout]:
+def read_layer_file(path: AnyPlace) -> tuple[LayerFile, LayerLayout]:
     """What a layer file holds and where, after checking its table against its metadata completely.
 
     Raises `DataError` (E02xx) naming file and tensor for an unknown version or codec, a name that is missing or left
     over, or a tensor of another type, shape or place than the metadata implies.
     """
-    file = Path(path)
+    file = place_of(path)
     text, size = read_text(file)
     expected = _expected(text, size, file)
     if expected is not None:
@@ -385,7 +384,7 @@ METADATA = 1 << 16
 """Bytes of a header in which our metadata end: they take one or two thousand."""
 
 
-def _expected(text: bytes, size: int, file: Path) -> tuple[LayerFile, LayerLayout] | None:
+def _expected(text: bytes, size: int, file: Place) -> tuple[LayerFile, LayerLayout] | None:
     """What a layer file holds, if its header is to the byte the one we make of its metadata; None if not.
 
     Such a header needs no parser: it is strict JSON, without hole or overlap, because `head` makes no other.
@@ -408,12 +407,12 @@ def _expected(text: bytes, size: int, file: Path) -> tuple[LayerFile, LayerLayou
 _DECODER = json.JSONDecoder()
 
 
-def read_sidecar(path: str | os.PathLike[str], layer: LayerFile) -> dict[tuple[str, str], TensorEntry]:
+def read_sidecar(path: AnyPlace, layer: LayerFile) -> dict[tuple[str, str], TensorEntry]:
     """A sidecar's tensors by part and role, once it is seen to belong to `layer`, whole, and to say no more.
 
     Raises `DataError` (E02xx). A sidecar is nobody's but ours: unlike a layer file it takes no key of others.
     """
-    file = Path(path)
+    file = place_of(path)
     header = read_header(file)
     if header.metadata.get(f"{KEY}sidecar") != layer.sidecar_metadata()[f"{KEY}sidecar"]:
         raise DataError(

@@ -15,6 +15,7 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS
 from pagestone.formats.parquet_pages import footer_bytes, row_groups, unfolded_bytes
+from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.formats.strict_json import MAX_NODES, brief
 
 MANIFEST = "manifest.json"
@@ -96,13 +97,13 @@ class Manifest:
         return canonical_json(table)
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+def read_manifest(path: AnyPlace) -> Manifest:
     """The manifest at `path` (the file itself), checked against its own digest and its container id.
 
     Raises `DataError` (E03xx) if it is no manifest, is damaged, is of a version this code does not know, or is anything
     but the canonical JSON of exactly the fields of `Manifest.to_bytes`.
     """
-    file = Path(path)
+    file = place_of(path)
     raw = file.read_bytes()
     remedy = "restore manifest.json from where the container came from, or convert again"
 
@@ -306,7 +307,7 @@ UNKNOWN = 1 << 14
 NULLABLE = ("scales_offset", "scales_bytes")
 
 
-def read_experts(path: str | os.PathLike[str], rows: int | None = None) -> dict[str, list[Any]]:
+def read_experts(path: AnyPlace, rows: int | None = None) -> dict[str, list[Any]]:
     """The columns of experts.parquet as lists.
 
     `rows` is how many there must be (`Manifest.matrices`); None for any number up to 16,384. It bounds what the file
@@ -316,10 +317,12 @@ def read_experts(path: str | os.PathLike[str], rows: int | None = None) -> dict[
     """
     import pyarrow as pa
 
-    def fail(message: str, code: str) -> DataError:
-        return DataError(message, code=code, file=path, remedy="restore experts.parquet, or convert again")
+    file = place_of(path)
 
-    raw = _table_bytes(Path(path), UNKNOWN if rows is None else rows, fail)
+    def fail(message: str, code: str) -> DataError:
+        return DataError(message, code=code, file=file, remedy="restore experts.parquet, or convert again")
+
+    raw = _table_bytes(file, UNKNOWN if rows is None else rows, fail)
     try:
         return _table(raw, rows, fail)
     except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
@@ -329,14 +332,13 @@ def read_experts(path: str | os.PathLike[str], rows: int | None = None) -> dict[
 Fail = Callable[[str, str], DataError]
 
 
-def _table_bytes(path: Path, rows: int, fail: Fail) -> bytes:
+def _table_bytes(file: Place, rows: int, fail: Fail) -> bytes:
     """The whole file, unless it is longer than `rows` rows can be."""
     limit = PAGES + FOOTER + rows * (PAGES_ROW + FOOTER_ROW)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise fail(f"a table of {rows} rows in at most {limit} bytes expected, found {size} bytes", "E0315")
-        return file.read(limit)
+    size = file.size()
+    if size > limit:
+        raise fail(f"a table of {rows} rows in at most {limit} bytes expected, found {size} bytes", "E0315")
+    return file.read_bytes()
 
 
 def _table(raw: bytes, rows: int | None, fail: Fail) -> dict[str, list[Any]]:

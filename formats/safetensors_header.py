@@ -11,12 +11,12 @@ import json
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pagestone.formats import strict_json
 from pagestone.formats.dtypes import ITEM_BITS
 from pagestone.formats.errors import DataError, LayoutError
+from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
 
 MAX_HEADER = 100_000_000
@@ -59,24 +59,25 @@ def what_is_it(start: bytes) -> str | None:
     return None
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: AnyPlace) -> Header:
     """The checked header of a safetensors file.
 
     Raises `DataError` (E02xx) for anything that is not a complete, hole-free safetensors file, naming the file, the
     tensor where there is one, what was expected and what was found. `OSError` passes through.
     """
-    return parse_header(*read_text(path), path)
+    file = place_of(path)
+    return parse_header(*read_text(file), file)
 
 
-def read_text(path: str | os.PathLike[str]) -> tuple[bytes, int]:
+def read_text(path: AnyPlace) -> tuple[bytes, int]:
     """The bytes of a header after its length, unchecked, and the size of the file.
 
     Raises `DataError` (E0201 to E0203) where there are none; `OSError` passes through.
     """
-    file = Path(path)
-    with file.open("rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
-        start = handle.read(256)
+    file = place_of(path)
+    with file.storage:
+        size = file.size()
+        start = file.read(0, 256)
         # a header begins with '{'; its length may look like anything (640 bytes: the first bytes of a pickle)
         kind = None if start[8:9] == b"{" else what_is_it(start)
         remedy = "download the file again and compare its size with the publisher's"
@@ -92,8 +93,7 @@ def read_text(path: str | os.PathLike[str]) -> tuple[bytes, int]:
                 file=file,
                 remedy=remedy,
             )
-        handle.seek(8)
-        return handle.read(length), size
+        return file.read(8, length), size
 
 
 def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> Header:

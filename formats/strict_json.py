@@ -11,10 +11,10 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import DataError
+from pagestone.formats.storage import AnyPlace, place_of
 
 MAX_DIGITS = 100
 """Characters of a number. A float64 needs 25; the longest integer that is met in the wild is 10^30."""
@@ -75,7 +75,7 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False, mos
 
 
 def load_object(
-    path: str | os.PathLike[str],
+    path: AnyPlace,
     *,
     code: str,
     remedy: str,
@@ -87,13 +87,14 @@ def load_object(
 
     `OSError` passes through.
     """
-    raw = Path(path).read_bytes()
+    file = place_of(path)
+    raw = file.read_bytes()
     try:
         value = loads(raw, twice=twice, constants=constants, most=most)
     except ValueError as error:
-        raise DataError(f"JSON expected: {error}", code=code, file=path, remedy=remedy) from None
+        raise DataError(f"JSON expected: {error}", code=code, file=file, remedy=remedy) from None
     if not isinstance(value, dict):
-        raise DataError(f"a JSON object expected, found {brief(value)}", code=code, file=path, remedy=remedy)
+        raise DataError(f"a JSON object expected, found {brief(value)}", code=code, file=file, remedy=remedy)
     return value
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
-from pagestone.convert.machine import named
 from pagestone.formats import encodings, strict_json
 from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.digests import Hasher, digest, layer_digest
@@ -28,6 +27,7 @@ from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_laye
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import TensorEntry, read_header
+from pagestone.formats.storage import named
 from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 

@@ -12,9 +12,9 @@ from kits.checkpoints import INDEX, T_ORDER
 from kits.containers import contents
 from kits.conversions import run, stop_after
 
-from pagestone.convert import checkpoint as checkpoints
-from pagestone.convert import report, unchanged
+from pagestone.convert import report
 from pagestone.convert.publish import JOURNAL, PARTIAL
+from pagestone.formats import storage
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
 
@@ -102,8 +102,7 @@ def test_source_that_changes_under_the_converter(source, tmp_path, what, workers
 @pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
 def test_contents_of_small_files_are_compared(source, tmp_path, monkeypatch, name):
     """Where a file system keeps no times, the contents of small files still tell."""
-    for module in (checkpoints, unchanged):
-        monkeypatch.setattr(module, "stamp_of", lambda status: (status.st_size, 0, 0))
+    monkeypatch.setattr(storage, "stamp_of", lambda status: (status.st_size, 0, 0))
     done, total = [], sum(f.stat().st_size for f in source.glob("*.safetensors"))
 
     def progress(nbytes: int) -> None:

@@ -200,33 +200,17 @@ def test_every_sync_of_a_directory_names_it(source, tmp_path, monkeypatch, direc
 SHARD, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
-class Unreadable:
-    """An open file on a bad sector."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __enter__(self) -> Unreadable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return fail(errno.EIO) if name in ("read", "readinto") else getattr(self._file, name)
+def bad_sectors(patch: pytest.MonkeyPatch, name: str, number: int = errno.EIO) -> None:
+    """Every read of a file of this name fails, as the system tells it: without a name."""
+    for call in ("preadv", "pread", "read"):
+        original = getattr(os, call)
+        patch.setattr(os, call, lambda h, *w, real=original: fail(number)() if path_of(h).name == name else real(h, *w))
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, SHARD, "tokenizer.json"])
 def test_every_read_of_the_plan_names_its_file(source, tmp_path, monkeypatch, name):
     """A bad sector under a header, the config, the index or a side file is named, with a remedy."""
-    path_open, read_bytes = Path.open, Path.read_bytes
-
-    def opened(self: Path, *words: Any, **how: Any) -> Any:
-        file = path_open(self, *words, **how)
-        return Unreadable(file) if self.name == name else file
-
-    monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(Path, "read_bytes", lambda p: fail(errno.EIO)() if p.name == name else read_bytes(p))
+    bad_sectors(monkeypatch, name)
     with pytest.raises(MachineError, match="E0901") as caught:
         plan_for(Request(source, encodings.get("int8")), tmp_path / "o")
     assert caught.value.file == str(source / name) and "download it again" in caught.value.remedy
@@ -236,10 +220,10 @@ def test_every_read_of_the_plan_names_its_file(source, tmp_path, monkeypatch, na
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
 def test_every_read_of_the_source_names_its_file(source, tmp_path, monkeypatch, name, number):
     """A bad sector under tensors or a side file is named; the remedy is one for reading, and no layer is published."""
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda h, *w: fail(number)() if path_of(h).name == name else preadv(h, *w))
+    plan = plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+    bad_sectors(monkeypatch, name, number)
     with pytest.raises(MachineError, match="E0901") as caught:
-        run(source, tmp_path / "o")
+        run(source, tmp_path / "o", planned=plan)
     assert caught.value.file == str(source / name) and "reading the source" in caught.value.message
     assert "may write" not in caught.value.remedy and "same command" in caught.value.remedy + " same command" * (
         number == errno.EIO
@@ -252,15 +236,7 @@ def test_every_read_of_finished_work_names_its_file(source, tmp_path, monkeypatc
     output = tmp_path / "o"
     stop_after(source, output, 0.9)
     (output / PARTIAL / "layers-00.safetensors").touch()
-
-    def unreadable(handle: int, *words: Any, **how: Any) -> Any:
-        file = os.fdopen(handle, *words, **how)
-        return Unreadable(file) if path_of(handle).name == name else file
-
-    import pagestone.convert.journal as journal
-
-    for module in (machine, journal):
-        monkeypatch.setattr(module, "open", unreadable, raising=False)
+    bad_sectors(monkeypatch, name)
     with pytest.raises(PagestoneError) as caught:
         run(source, output)
     assert caught.value.code == "E0901" and caught.value.file == str(output / PARTIAL / name)

@@ -16,10 +16,10 @@ from kits.conversions import run, stop_after
 
 from pagestone.convert import journal
 from pagestone.convert import publish as publishing
-from pagestone.convert.machine import stamp_of
 from pagestone.convert.publish import JOURNAL, LOCK, PARTIAL, REPLACED, open_work
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import read_manifest
+from pagestone.formats.storage import stamp_of
 from pagestone.validate.verify import verify
 
 SPEC = T_ORDER.having(layers=2, mtp=False)

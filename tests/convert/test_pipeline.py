@@ -19,16 +19,18 @@ from safetensors import safe_open
 
 from pagestone.convert import pipeline
 from pagestone.convert.encode import EncodedExpert
+from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import Request
-from pagestone.convert.prepare import Outcome, plan_for
+from pagestone.convert.prepare import plan_for
 from pagestone.convert.publish import open_work
-from pagestone.convert.reading import SourceFiles, page_buffer
+from pagestone.convert.reading import SourceFiles
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.encodings import EncodeStats
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import read_experts, read_manifest
+from pagestone.formats.storage import page_buffer
 from pagestone.validate.verify import verify
 
 
@@ -335,7 +337,7 @@ def test_copying_stops(tiny, tmp_path, what):
             shared.stop.set()
 
         shared = pipeline._Shared(plan, work, files, progress)
-        hands = pipeline._Hands(pipeline.ExpertReader(files, 1), page_buffer(1), page_buffer(64))
+        hands = pipeline._Hands(pipeline.ExpertReader(files, 1), memoryview(bytearray(1)), memoryview(bytearray(64)))
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "CHUNK", 64)
@@ -367,7 +369,7 @@ def test_adding_experts_takes_turns(tiny, tmp_path):
 
     with open_work(tmp_path / "o") as work:
         writer = pipeline.LayerWriter(target, work)
-        record, start = page_buffer(writer.layout.stride), threading.Barrier(4)
+        record, start = memoryview(page_buffer(writer.layout.stride)), threading.Barrier(4)
         stats = dict.fromkeys(PARTS, EncodeStats(0.0, 0.0))
 
         def add(expert: int) -> None:

@@ -28,8 +28,8 @@ from kits.quantised import (
     write,
 )
 
+from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import DECODED, EXCLUDED, Plan
-from pagestone.convert.prepare import Outcome
 from pagestone.convert.report import outcome_text, plan_table, plan_text
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import E4M3_VALUES, VIEWS

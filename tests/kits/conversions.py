@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagestone.convert import prepare as preparing
+from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import Plan, Request, make_plan
-from pagestone.convert.prepare import Outcome
 from pagestone.formats import encodings
 from pagestone.formats.encodings import Codec
 
