@@ -30,7 +30,7 @@ from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_nam
 from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
-from pagestone.formats.storage import Place
+from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
 from pagestone.formats.text import natural
 
@@ -442,9 +442,9 @@ def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) 
                     yield tensor_name(file.prefix, expert, file.part_names, slot), target.name, slot.nbytes
 
 
-def check_paths(checkpoint: Place, output: Path) -> None:
+def check_paths(checkpoint: AnyPlace, output: Path) -> None:
     """Refuse an output that is the source, is inside it, or holds it (links resolved): nothing there may change."""
-    path = checkpoint.path()
+    path = place_of(checkpoint).path()
     if path is None:  # of no directory of this machine
         return
     source, target = path.resolve(), output.resolve()
