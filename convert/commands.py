@@ -17,8 +17,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from pagestone.convert import report
-from pagestone.convert.plan import Plan, Request
 from pagestone.convert.outcome import Outcome
+from pagestone.convert.plan import Plan, Request
 from pagestone.convert.prepare import plan_for, prepare, ready
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import Interrupted, RequestError

@@ -53,8 +53,9 @@ ACTIVATION_RULE = (EXCLUDED, "activation scale: containers are weight-only", Non
 class Request:
     """What is asked for: equal requests for equal sources give equal containers.
 
-    `source` is a path, or a storage. `layers` = (first, end) keeps the experts of those decoder layers only, `include_code` copies the source's *.py
-    files, `merge_unlisted` takes the tensors of .safetensors files that its index does not name.
+    `source` is a path, or a storage. `layers` = (first, end) keeps the experts of those decoder layers only,
+    `include_code` copies the source's *.py files, `merge_unlisted` takes the tensors of .safetensors files that its
+    index does not name.
     """
 
     source: AnyPlace

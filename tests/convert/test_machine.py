@@ -220,10 +220,10 @@ def test_every_read_of_the_plan_names_its_file(source, tmp_path, monkeypatch, na
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
 def test_every_read_of_the_source_names_its_file(source, tmp_path, monkeypatch, name, number):
     """A bad sector under tensors or a side file is named; the remedy is one for reading, and no layer is published."""
-    plan = plan_for(source, tmp_path / "o", encodings.get("int8"), layers=None, include_code=False)
+    plan = plan_for(Request(source, encodings.get("int8")), tmp_path / "o")
     bad_sectors(monkeypatch, name, number)
     with pytest.raises(MachineError, match="E0901") as caught:
-        run(source, tmp_path / "o", planned=plan)
+        prepare.prepare(plan, tmp_path / "o", workers=2)
     assert caught.value.file == str(source / name) and "reading the source" in caught.value.message
     assert "may write" not in caught.value.remedy and "same command" in caught.value.remedy + " same command" * (
         number == errno.EIO
