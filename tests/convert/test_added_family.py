@@ -81,3 +81,16 @@ def test_without_its_file_it_is_refused_by_name(tmp_path):
     source = write_checkpoint(tmp_path / "s", tensors(fused=False), CONFIG)
     with pytest.raises(RequestError, match="windmill"):
         planned(source, "int8")
+
+
+def test_a_family_like_another_differs_in_what_is_said(added):
+    """Patterns come and go, fields change, the rest is the other's; nothing goes that was not there."""
+    other = families.registry()["windmill"]
+    tower = other.like("tower", "tower_text", more=("a",), count_fields=("floors",))
+    assert (tower.name, tower.model_types, tower.count_fields) == ("tower", ("tower", "tower_text"), ("floors",))
+    assert tower.known == (*other.known, "a") and tower.parts == other.parts and tower.fused == other.fused
+    assert tower.like("hut", without=("a",)).known == other.known
+    with pytest.raises(ValueError, match="tower does not know"):
+        tower.like("hut", without=("b",))
+    assert not families.registry()["glm4_moe"].known_name("model.layers.0.self_attn.kv_b_proj.weight")
+    assert families.registry()["deepseek_v3"].known_name("model.layers.0.self_attn.kv_b_proj.weight")
