@@ -370,7 +370,8 @@ class LocalDirectory:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         path = self._at(name)
-        handle, kept = self._handle(name, path)
+        with named(path):
+            handle, kept = self._handle(name, path)
         try:
             with named(path):
                 done = read_fully(lambda into, at: os.preadv(handle, [into], at), buffer, offset)
@@ -499,7 +500,7 @@ class DirectFile:
         self._refused(self.path)
 
     def forget(self, nbytes: int) -> None:
-        """Ask the page cache to let go of the file's first bytes: its table was read through it, and much behind it."""
+        """Ask the page cache to let go of the file's first bytes, as its table was read through it, and behind them."""
         forget(self._handle, 0, nbytes)
 
     def close(self) -> None:

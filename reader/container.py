@@ -30,6 +30,7 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, PAIR, LayerFile, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
 from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, no_container, read_manifest
+from pagestone.formats.storage import place_of
 from pagestone.reader.errors import Closing, expert_number, layer_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
 
@@ -45,8 +46,6 @@ TORCH_NAMES = {
 }  # fmt: skip
 TALL = 4096
 """No encoding has blocks of more rows; see `_stacks`."""
-PIECE = 1 << 20
-"""Bytes: side files are read in pieces of this size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -448,9 +447,8 @@ def open_to_run(path: str | os.PathLike[str]) -> Container:
         if name == EXPERTS or name.endswith(".safetensors"):
             continue
         file, hasher = container.path / name, Hasher()
-        with MachineErrors(file, "reading"), file.open("rb") as handle:
-            while piece := handle.read(PIECE):
-                hasher.update(piece)
+        with MachineErrors(file, "reading"):
+            place_of(file).hash(hasher)
         if hasher.digest() != known.xxh3:
             raise DataError(
                 f"xxh3 of the file expected {known.xxh3.hex()}, found {hasher.digest().hex()}: it was changed",

@@ -19,7 +19,7 @@ from pagestone.formats.manifest import Manifest
 from pagestone.formats.quantised import FP8, Form, Quantised, scale_values
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container
-from pagestone.reader.files import READAHEAD, RESTORE, DirectFile, MachineErrors, map_file, private_buffer
+from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -
                     array[first - entry.offset : end - entry.offset] = bits[first - start : end - start]
         return hasher.digest(), file.mode
     finally:
-        file.forget(READAHEAD)
+        file.forget(0)
         file.close()
 
 

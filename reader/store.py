@@ -27,17 +27,16 @@ from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.storage import place_of
 from pagestone.reader.cache import ExpertCache
 from pagestone.reader.container import NOTHING, Beside, Container, Layer, sidecar_views
 from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import (
-    READAHEAD,
     RESTORE,
     THROUGH_CACHE,
     DirectFile,
     MachineErrors,
     advise,
-    forget,
     map_file,
     private_buffer,
 )
@@ -116,8 +115,8 @@ class RecordDigests:
             if sorted(found) != list(range(len(layer))):
                 raise self._error(f"{len(layer)} records of {name} expected, found {len(found)}")
             known = tuple(found[e] for e in range(len(layer)))
-            with MachineErrors(layer.path, "reading"), layer.path.open("rb") as handle:
-                head = handle.read(layer.layout.data_start)
+            with MachineErrors(layer.path, "reading"):
+                head = place_of(layer.path).read(0, layer.layout.data_start)
             if layer_digest(head, known) != self._manifest.files[name].xxh3:
                 raise self._error(
                     f"its record digests for {name} and that file's head do not give the digest the manifest states"
@@ -152,10 +151,10 @@ def read_sidecars(container: Container, *, verify: bool = True) -> dict[int, Bes
         if name is None:
             continue
         path = container.path / name
-        with MachineErrors(path, "reading"), path.open("rb") as handle:
-            entries = read_sidecar(path, layer.file)
-            data = handle.read()
-            forget(handle.fileno(), 0, 0)
+        file = place_of(path, once=True)
+        with MachineErrors(path, "reading"), file.storage:
+            entries = read_sidecar(file, layer.file)
+            data = file.read_bytes()
         known, have = container.manifest.files[name].xxh3, digest(data)
         if len(data) != container.manifest.files[name].nbytes or (verify and have != known):
             raise DataError(
@@ -193,7 +192,7 @@ class FileRecords:
                 self._files[number] = DirectFile(layer.path, direct=direct, note=self._tell)
                 if digests is not None:
                     digests.of(layer)
-                self._files[number].forget(layer.layout.data_start + READAHEAD)
+                self._files[number].forget(layer.layout.data_start)
         except BaseException:
             self.close()
             raise

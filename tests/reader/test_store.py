@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import mmap
 import os
 import resource
@@ -20,7 +19,6 @@ from kits.inference import Workshop, command, flip
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import EXPERTS, read_experts, write_experts
-from pagestone.reader import files
 from pagestone.reader.container import Container, open_container, open_to_run
 from pagestone.reader.dense import dense_entries, load_dense
 from pagestone.reader.files import DirectFile, private_buffer
@@ -300,8 +298,8 @@ def test_a_file_system_without_direct_reads_is_said(
             raise OSError(number, "no")
         return real_read(handle, *rest)
 
-    monkeypatch.setattr(files.os, "open", open_)
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "preadv", preadv)
     container = open_container(workshop.container("int8"))
     store, notes = open_store(container, options(container, "direct", 3, threads=1))
     with store.step(0, [2]) as step, step.lease(2) as lease:
@@ -330,7 +328,7 @@ def test_direct_reads_that_are_refused_in_the_middle(
             raise OSError(number, "no")
         return real(handle, *rest)
 
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
     for layer in (0, 1):
         with store.step(layer, range(16)) as step:
             for expert in range(16):
@@ -349,7 +347,7 @@ def test_a_read_that_stops_within_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     data = os.urandom(5 * 4096 + 77)
     path.write_bytes(data)
     real = os.preadv
-    monkeypatch.setattr(files.os, "preadv", lambda handle, into, at: min(real(handle, into, at), 5000))
+    monkeypatch.setattr(os, "preadv", lambda handle, into, at: min(real(handle, into, at), 5000))
     buffer = memoryview(mmap.mmap(-1, 8 * 4096))
     for direct in (True, False):
         file = DirectFile(path, direct=direct)
@@ -358,7 +356,7 @@ def test_a_read_that_stops_within_a_page(tmp_path: Path, monkeypatch: pytest.Mon
         assert file.read_into(buffer, 0) == len(data) and bytes(buffer[: len(data)]) == data
         assert file.mode == "buffered", before
         file.close()
-    monkeypatch.setattr(files.os, "preadv", real)
+    monkeypatch.setattr(os, "preadv", real)
     file = DirectFile(path)
     before = file.mode
     assert file.read_into(buffer, 0) == len(data) and file.mode == before, "the end of a file is no refusal"
@@ -375,8 +373,8 @@ def test_advice_is_only_advice(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     def no(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "no")
 
-    monkeypatch.setattr(files.os, "posix_fadvise", no)
-    monkeypatch.setattr(files.mmap, "mmap", Stubborn)
+    monkeypatch.setattr(os, "posix_fadvise", no)
+    monkeypatch.setattr(mmap, "mmap", Stubborn)
     container = open_container(workshop.container("int8"))
     for way in ("direct", "mmap"):
         assert len(list(everything(container, io=way, records=3))) == 64
@@ -413,23 +411,21 @@ def test_every_read_names_its_file(workshop: Workshop, monkeypatch: pytest.Monke
     """EACCES when it is opened, EIO when it is read (which knows no name): E1203, exit code 3, the file, a remedy."""
     name, use = READS[what]
     number = errno.EACCES if how == "open" else errno.EIO
-    real = io.open
-
-    class Sick(io.FileIO):
-        def readinto(self, *_: Any) -> int:
-            raise OSError(number, os.strerror(number))
-
-        readall = read = readinto  # type: ignore[assignment]
-
-    def opening(file: Any, *rest: Any, **named: Any) -> Any:
-        if Path(str(file)).name != name:
-            return real(file, *rest, **named)
-        if how == "open":
-            raise OSError(number, os.strerror(number), str(file))
-        return io.BufferedReader(Sick(file))
-
     root = workshop.container("int8")
-    monkeypatch.setattr(io, "open", opening)
+    real_open, real_read = os.open, os.preadv
+
+    def opening(path: Any, *rest: Any, **named: Any) -> int:
+        if how == "open" and Path(path).name == name:
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        return real_open(path, *rest, **named)
+
+    def reading(handle: int, *rest: Any) -> int:
+        if how == "read" and Path(os.readlink(f"/proc/self/fd/{handle}")).name == name:  # noqa: PTH115
+            raise OSError(number, os.strerror(number))
+        return real_read(handle, *rest)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "preadv", reading)
     with pytest.raises(MachineError, match="E1203") as error:
         use(root)
     assert error.value.exit_code == 3 and error.value.file == str(root / name)
@@ -459,7 +455,7 @@ def test_opening_a_file_for_direct_reads(
     for layer in container.layers.values():
         assert layer.layout.stride
     entries = list(dense_entries(container))
-    monkeypatch.setattr(files.os, "open", opening)
+    monkeypatch.setattr(os, "open", opening)
     for name, use in (
         ("layers-02.safetensors", lambda: open_store(container, options(container, "direct", 3))),
         (DENSE, lambda: load_dense(container, entries, "direct")),
@@ -483,7 +479,7 @@ def test_a_file_system_without_maps(workshop: Workshop, monkeypatch: pytest.Monk
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         return real(handle, *rest, **named)
 
-    monkeypatch.setattr(files.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     for use in (
         lambda: container.layers[1].expert(0),
         lambda: open_store(container, StoreOptions("mmap", beside=False)),
@@ -527,8 +523,8 @@ def test_the_command_line_says_the_same(
             raise OSError(errno.EIO, "Input/output error")
         return real(file, *rest, **named)
 
-    real = io.open
-    monkeypatch.setattr(io, "open", opening)
+    real = os.open
+    monkeypatch.setattr(os, "open", opening)
     assert command(words[0], damaged, *words[1:]) == 3
     said = capsys.readouterr()
     name = "experts.parquet" if words == ["inspect"] else "config.json"
@@ -546,7 +542,7 @@ def test_an_io_error_is_the_machines(workshop: Workshop, monkeypatch: pytest.Mon
             raise OSError(errno.EIO, "Input/output error")
         return real(*arguments)
 
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(MachineError, match=r"layers-00.*E1203") as error, store.step(0, [2]) as step:
         step.lease(2)
     assert error.value.exit_code == 3
