@@ -78,6 +78,11 @@ def _stamp(path: Place) -> Stamp:
         return path.stamp()
 
 
+def _digest_of(path: Place) -> bytes:
+    with machine_errors(path, READING):
+        return digest(path.read_bytes())
+
+
 def _find_index(root: Place) -> Place | None:
     if (root / INDEX).kind() is not None:  # a link that points nowhere is told by `_require_file`
         return root / INDEX
@@ -177,10 +182,7 @@ def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkp
         unlisted = [p.name for p in directory.ending(root) if p.is_file() and p.name not in shards]
         warnings += [f"{name}: not in the index; its tensors are taken, as --merge-unlisted asks" for name in unlisted]
 
-    digests: dict[str, bytes] = {}
-    for small in (CONFIG,) if index is None else (CONFIG, index.name):
-        with machine_errors(root / small, READING):
-            digests[small] = digest((root / small).read_bytes())
+    digests = {small: _digest_of(root / small) for small in sorted(named)}
     hasher = Hasher()
     hasher.update(digests[CONFIG])
     catalogue = _Catalogue(root, weight_map, index is not None, container, warnings)
