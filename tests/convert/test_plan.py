@@ -322,4 +322,4 @@ def test_published_checkpoint_is_accounted_in_seconds(published):
 def test_published_checkpoint_dry_run(published, tmp_path):
     """The command prints it too."""
     text = done("prepare-fp8", published, "-o", tmp_path / "o", "--dry-run")
-    assert "total: 21600 converted, 613 copied" in text and "reads 46.73 GiB" in text
+    assert "total: 21600 converted, 613 copied" in text and "reads 46.74 GiB" in text
