@@ -6,7 +6,6 @@ Everything is read with pread, never mapped: a file that is cut while it is look
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,13 +26,12 @@ from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_laye
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries
 from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
 from pagestone.formats.safetensors_header import TensorEntry, read_header
-from pagestone.formats.storage import named
+from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
 Columns = dict[str, list[Any]]
 Progress = Callable[[int], None]
-CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +45,23 @@ class OpenLayer:
     beside: Beside
 
 
-def read_exactly(path: Path, offset: int, nbytes: int) -> bytearray:
+def read_exactly(file: AnyPlace, offset: int, nbytes: int) -> bytearray:
     """`nbytes` of a file from `offset`; `DataError` if it ends too early, `OSError` that names it."""
-    data = bytearray(nbytes)
-    view, done = memoryview(data), 0
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with named(path):
-            while done < nbytes:
-                got = os.preadv(handle, [view[done:]], offset + done)
-                if not got:
-                    raise DataError(
-                        f"{nbytes} bytes at {offset} expected, the file ended after {done}",
-                        code="E1002",
-                        file=path,
-                        remedy="restore the file, or convert again",
-                    )
-                done += got
-    finally:
-        os.close(handle)
+    at, data = place_of(file, once=True), bytearray(nbytes)
+    got = at.read_into(memoryview(data), offset)
+    if got < nbytes:
+        raise DataError(
+            f"{nbytes} bytes at {offset} expected, the file ended after {got}",
+            code="E1002",
+            file=at,
+            remedy="restore the file, or convert again",
+        )
     return data
 
 
 def entries(root: Path, shard: str) -> tuple[TensorEntry, ...]:
     """The tensors of a dense shard; `DataError`, or `OSError` that names it."""
-    with named(root / shard):
-        return read_header(root / shard).entries
+    return read_header(place_of(root / shard, once=True)).entries
 
 
 def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
@@ -100,10 +89,7 @@ def _presence(root: Path, name: str, nbytes: int) -> Iterator[Finding]:
 def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progress) -> Iterator[Finding]:
     """The digest of a file that is no layer file."""
     hasher = Hasher()
-    with (root / name).open("rb") as handle:
-        while piece := handle.read(CHUNK):
-            hasher.update(piece)
-            progress(len(piece))
+    place_of(root / name, once=True).hash(hasher, progress)
     if hasher.digest() != manifest.files[name].xxh3:
         yield Finding(
             ERROR, "E1001", name, f"xxh3 expected {manifest.files[name].xxh3.hex()}, found {hasher.digest().hex()}"
@@ -115,8 +101,9 @@ def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]
     wanted = manifest.files[name].sha256
     if wanted is None:
         return
-    with (root / name).open("rb") as handle:
-        found = hashlib.file_digest(handle, "sha256").digest()
+    hasher = hashlib.sha256()
+    place_of(root / name, once=True).hash(hasher)
+    found = hasher.digest()
     if found != wanted:
         yield Finding(ERROR, "E1001", name, f"sha256 expected {wanted.hex()}, found {found.hex()}")
 
@@ -124,7 +111,7 @@ def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]
 def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
     """A layer file with its table checked, without its sidecar; raises `DataError`, `OSError`."""
     path = root / entry.file
-    file, layout = read_layer_file(path)
+    file, layout = read_layer_file(place_of(path, once=True))
     stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
     found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
     if stated != found:
@@ -138,7 +125,7 @@ def beside(root: Path, layer: OpenLayer) -> Beside:
     """The arrays of a layer's sidecar, its table checked; empty if there is none. Raises as `open_layer`."""
     if layer.entry.sidecar is None:
         return {}
-    side, arrays = root / layer.entry.sidecar, {}
+    side, arrays = place_of(root / layer.entry.sidecar, once=True), {}
     for key, tensor in read_sidecar(side, layer.file).items():
         raw = read_exactly(side, tensor.offset, tensor.nbytes)
         arrays[key] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
@@ -190,10 +177,12 @@ def check_layer(
     `also` is asked about every record (the comparison with the source).
     """
 
+    file = place_of(layer.path, once=True)
+
     def one(expert: int) -> tuple[bytes | None, list[Finding]]:
         start = layer.layout.record_offset(expert)
         try:
-            raw = read_exactly(layer.path, start, layer.layout.stride)
+            raw = read_exactly(file, start, layer.layout.stride)
         except (DataError, OSError) as error:
             fault = of_error(error, layer.entry.file, start)
             return None, [replace(fault, message=f"expert {expert}: {fault.message}")]
@@ -208,7 +197,7 @@ def check_layer(
         return found, findings
 
     digests: list[bytes | None] = []
-    with ThreadPoolExecutor(workers) as pool:
+    with file.storage, ThreadPoolExecutor(workers) as pool:
         # windows, not one big map: a map holds every result until it is asked for
         for first in range(0, layer.layout.count, 4 * workers):
             for found, findings in pool.map(one, range(first, min(first + 4 * workers, layer.layout.count))):
@@ -232,7 +221,7 @@ def check_dense(root: Path, dense: list[str]) -> Iterator[Finding]:
 
 
 def _shard(path: Path) -> Iterator[Finding]:
-    header = read_header(path)
+    header = read_header(place_of(path, once=True))
     if header.data_start % PAGE:
         message = f"data at a multiple of {PAGE} expected, found it at byte {header.data_start}"
         yield Finding(ERROR, "E0225", path.name, message)
@@ -241,7 +230,7 @@ def _shard(path: Path) -> Iterator[Finding]:
 def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
     try:
-        table = strict_json.loads((root / INDEX).read_bytes())
+        table = strict_json.loads(place_of(root / INDEX).read_bytes())
         listed, total = dict(table["weight_map"]), table["metadata"]["total_size"]
     except (ValueError, KeyError, TypeError):
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
@@ -277,8 +266,7 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
 def _config(root: Path) -> dict[str, Any] | None:
     """The object in config.json, or None if it holds something else."""
     try:
-        with named(root / CONFIG):
-            config = strict_json.loads((root / CONFIG).read_bytes(), constants=True, most=strict_json.MAX_NODES)
+        config = strict_json.loads(place_of(root / CONFIG).read_bytes(), constants=True, most=strict_json.MAX_NODES)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None

@@ -19,6 +19,7 @@ from pagestone.formats.encodings import Codec, ConfigFacts
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import read_header
+from pagestone.formats.storage import place_of
 from pagestone.validate.findings import ERROR, Finding, of_error
 
 CHUNK = 1 << 20
@@ -32,7 +33,7 @@ def check_dense_tensors(root: Path, manifest: Manifest, codec: Codec, dense: lis
     tensors: dict[str, SourceTensor] = {}
     for shard in dense:
         try:
-            entries = read_header(root / shard).entries
+            entries = read_header(place_of(root / shard, once=True)).entries
         except (PagestoneError, OSError):
             continue
         tensors |= {e.name: SourceTensor(e.name, shard, e.dtype, e.shape, e.offset, e.nbytes) for e in entries}

@@ -20,6 +20,7 @@ from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
+from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
@@ -133,24 +134,24 @@ class Comparison:
         for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS}):
             yield Finding(ERROR, "E1026", name, "the source gives no such file")
         for name, data in self.plan.generated.items():
-            yield from guarded(self._generated(root, name, data), name)
-        for side in self.plan.side_files:
-            if side.rule is None:
-                yield from guarded(self._side(root, side.name, side.nbytes, progress), side.name)
-        for shard in self.plan.dense:
-            yield from guarded(self._shard(root / shard.name, shard, progress), shard.name)
+            yield from guarded(self._generated(place_of(root / name), data), name)
+        with (have := place_of(root, once=True)).storage:
+            for side in self.plan.side_files:
+                if side.rule is None:
+                    yield from guarded(self._side(have / side.name, side.name, side.nbytes, progress), side.name)
+            for shard in self.plan.dense:
+                yield from guarded(self._shard(have / shard.name, shard, progress), shard.name)
 
     @staticmethod
-    def _generated(root: Path, name: str, data: bytes) -> Iterator[Finding]:
-        if (root / name).is_file() and (root / name).read_bytes() != data:
-            yield Finding(ERROR, "E1027", name, "not what the source gives")
+    def _generated(file: Place, data: bytes) -> Iterator[Finding]:
+        if file.is_file() and file.read_bytes() != data:
+            yield Finding(ERROR, "E1027", file.name, "not what the source gives")
 
-    def _side(self, root: Path, name: str, nbytes: int, progress: Progress) -> Iterator[Finding]:
+    def _side(self, path: Place, name: str, nbytes: int, progress: Progress) -> Iterator[Finding]:
         """Compare a side file with the source's of the same name, `nbytes` long."""
-        path = root / name
         if not path.is_file():
             return
-        if path.stat().st_size != nbytes:
+        if path.size() != nbytes:
             yield Finding(ERROR, "E1027", name, f"{nbytes} bytes expected as in the source")
             return
         for start in range(0, nbytes, CHUNK):
@@ -164,11 +165,11 @@ class Comparison:
                 yield Finding(ERROR, "E1028", name, f"bytes differ from the source {name}", start + first)
                 return
 
-    def _shard(self, path: Path, shard: DenseTarget, progress: Progress) -> Iterator[Finding]:
+    def _shard(self, path: Place, shard: DenseTarget, progress: Progress) -> Iterator[Finding]:
         if not path.is_file():
             return
         head = shard.head()
-        if bytes(read_exactly(path, 0, min(len(head), path.stat().st_size))) != head:
+        if bytes(read_exactly(path, 0, min(len(head), path.size()))) != head:
             yield Finding(ERROR, "E1027", path.name, "its header is not what the source gives")
             return
         position = len(head)
@@ -176,7 +177,7 @@ class Comparison:
             yield from guarded(self._dense(path, position, tensor, progress), path.name)
             position += tensor.nbytes
 
-    def _dense(self, path: Path, position: int, tensor: DenseTensor, progress: Progress) -> Iterator[Finding]:
+    def _dense(self, path: Place, position: int, tensor: DenseTensor, progress: Progress) -> Iterator[Finding]:
         """Compare one dense tensor with what the source gives, copied or decoded."""
         for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(CHUNK))):
             have = read_exactly(path, position, len(want))
@@ -204,7 +205,7 @@ class Comparison:
             yield Finding(WARNING, "W1030", MANIFEST, message)
 
 
-def _merged(source: Path, manifest: Manifest) -> Checkpoint | None:
+def _merged(source: AnyPlace, manifest: Manifest) -> Checkpoint | None:
     """The source with files outside its index, if it is these that the container was made from."""
     try:
         merged = open_checkpoint(source, merge_unlisted=True)
@@ -213,7 +214,7 @@ def _merged(source: Path, manifest: Manifest) -> Checkpoint | None:
     return merged if merged.fingerprint == manifest.source.get("fingerprint") else None
 
 
-def compare_with(source: Path, manifest: Manifest, sample: int | None = None) -> Comparison:
+def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None) -> Comparison:
     """Plan the source as the container was planned.
 
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what

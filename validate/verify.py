@@ -12,6 +12,7 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, no_container, read_manifest
+from pagestone.formats.storage import AnyPlace
 from pagestone.validate import checks
 from pagestone.validate.dense import check_dense_tensors
 from pagestone.validate.findings import Finding, Report, guarded, of_error
@@ -21,7 +22,7 @@ from pagestone.validate.source import Comparison, compare_with
 def verify(
     root: Path,
     *,
-    source: Path | None = None,
+    source: AnyPlace | None = None,
     sample: int | None = None,
     workers: int = 1,
     progress: checks.Progress = lambda _: None,

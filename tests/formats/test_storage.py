@@ -290,8 +290,11 @@ def test_a_source_is_not_left_in_the_page_cache(big: Path, tmp_path: Path, warm:
     assert pages_of(big) <= BOUND * total
     if warm:
         fill_cache(big)
+    fill_cache(tmp_path / "o")
     assert not verify(tmp_path / "o", source=big).findings
     assert pages_of(big) <= BOUND * total
+    weights = sum(resident(p) for p in (tmp_path / "o").glob("*.safetensors"))
+    assert weights <= BOUND * total  # nor are the container's own
 
 
 def test_during_a_conversion_a_window_is(big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
