@@ -46,7 +46,7 @@ def encode_expert(
     """
     encoded = EncodedExpert()
     for part in PARTS:
-        matrix = matrices[part]
+        matrix, source = matrices[part], matrices[part].origin
         out: dict[str, Array] = {}
         for slot in layout.of_part(part):
             raw = np.frombuffer(record[slot.offset : slot.offset + slot.nbytes], VIEWS[slot.dtype])
@@ -58,17 +58,15 @@ def encode_expert(
                 out[slot.role] = raw.reshape(slot.shape)
         encoded.beside[part] = {
             role.name: np.empty(role.shape, VIEWS[role.dtype])
-            for role in codec.roles(*matrix.array.shape)
+            for role in codec.roles(source.rows, source.columns)
             if role.place == BESIDE
         }
         out |= encoded.beside[part]
         try:
-            if matrix.quantised is None:
-                encoded.stats[part] = codec.encode(matrix.array, matrix.origin.tensor.dtype, out)
-            else:
-                encoded.stats[part], kept = codec.encode_quantised(matrix.quantised, out)
+            encoded.stats[part], kept = codec.write(matrix.stored, source.encoding, source.rows, source.columns, out)
+            if source.encoding.plain is None:
                 encoded.notes[PASSED if kept else REQUANTISED] += 1
-                encoded.notes[ZERO_SCALES] += matrix.quantised.zero_scales
+                encoded.notes[ZERO_SCALES] += source.encoding.zero_scales(matrix.stored)
         except NonFiniteError as error:
             raise _non_finite(error, part, matrix) from None
     return encoded
@@ -78,7 +76,7 @@ def _require_finite(matrix: LoadedMatrix, dtype: str) -> None:
     assert matrix.bias is not None and matrix.origin.bias is not None
     bad = ~np.isfinite(to_f32(matrix.bias, dtype))
     if bad.any():
-        tensor = matrix.origin.bias.tensor
+        tensor = matrix.origin.bias.at.tensor
         raise DataError(
             f"a finite bias expected, found {np.count_nonzero(bad)} NaN or Inf, the first at row {int(np.argmax(bad))}",
             code="E0702", file=tensor.file, tensor=tensor.name, remedy=DAMAGED,

@@ -11,25 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
+from pagestone.convert.claims import ACTIVATION_SUFFIXES, DOWNLOAD, REMEDIES, UNREAD, Claims, facts, left_over
 from pagestone.convert.family import Family, Fused, depth_of
-from pagestone.convert.scales import ACTIVATION_SUFFIXES, UNREAD, block_size, resolve
 from pagestone.convert.sizes import check_sizes
-from pagestone.convert.sources import LayerSource, Tensors
+from pagestone.convert.sources import LayerSource, Place, Tensors
+from pagestone.formats import encodings
 from pagestone.formats.dtypes import FLOATS
+from pagestone.formats.encodings import Claim, Refusal, Tensor
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
-from pagestone.formats.layout import PARTS, ExpertShape
-from pagestone.formats.quantised import KINDS, SCALE_DTYPES
+from pagestone.formats.layout import BIAS, CODES, PARTS, ExpertShape
 from pagestone.formats.strict_json import whole
 
 ID = r"(0|[1-9][0-9]{0,8})"
-ROLES = {
-    "weight": "weight", "weight_scale_inv": "scale", "weight_scale": "scale", "scale": "scale",
-    "weight_zero_point": "zero", "bias": "bias",
-} | dict.fromkeys(ACTIVATION_SUFFIXES, "activation")  # fmt: skip
-"""What follows a matrix's name, and what it is. Activation scales are known and left out: experts are weight-only."""
-FUSED_ROLES = {"": "weight", "_scale_inv": "scale", "_scale": "scale", ".weight": "weight",
-               ".weight_scale_inv": "scale", ".weight_scale": "scale",
-               "_input_scale": "activation", ".input_scale": "activation"}  # fmt: skip
 Failure = Callable[..., PagestoneError]
 """Makes an error of this layer: message, code, tensor (or None for the layer itself), remedy."""
 
@@ -41,6 +34,10 @@ class _Found:
     prefix: str
     split: dict[tuple[int, str], Tensors] = field(default_factory=dict)
     fused: dict[str, Tensors] = field(default_factory=dict)
+
+    def group(self, place: Place) -> Tensors:
+        """The tensors of one matrix, or of one fused tensor."""
+        return self.fused.setdefault(place, {}) if isinstance(place, str) else self.split.setdefault(place, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +93,13 @@ def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[s
     roots = dict.fromkeys(family.decoders, "layers") | dict.fromkeys(family.mtp, "mtp")
     layer = re.compile(rf"({'|'.join(map(re.escape, roots))})\.{ID}\.(.+)")
     found: dict[tuple[str, int], _Found] = {}
+    known = encodings.suffixes() | {BIAS, *ACTIVATION_SUFFIXES}
     for name, tensor in checkpoint.tensors.items():
         if family.markers.isdisjoint(name.split(".")):
             continue
         match = layer.fullmatch(name)
-        claim = None if match is None else _claim(family, match[3])
-        if match is None or claim is None:
+        placed = None if match is None else _place(family, match[3], known)
+        if match is None or placed is None:
             raise _unclaimed(checkpoint, family, tensor)
         block, number = roots[match[1]], int(match[2])
         if block == "layers" and number >= depth:
@@ -118,17 +116,17 @@ def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[s
                 f"layer {number} stands under {entry.prefix} and under {prefix}", code="E0506",
                 file=checkpoint.path / tensor.file, tensor=name, remedy="remove one of the two copies",
             )  # fmt: skip
-        place, role = claim
-        if role == "activation":
+        place, suffix = placed
+        if suffix in ACTIVATION_SUFFIXES:
             activations.add(name)
             continue
-        group = entry.fused.setdefault(place, {}) if isinstance(place, str) else entry.split.setdefault(place, {})
-        if role in group:
+        group = entry.group(place)
+        if suffix in group:
             raise DataError(
-                f"{group[role].name} is a {role} of the same matrix", code="E0512", file=checkpoint.path / tensor.file,
-                tensor=name, remedy="remove one of the two copies",
+                f"{group[suffix].name} is the {suffix} of the same matrix", code="E0512",
+                file=checkpoint.path / tensor.file, tensor=name, remedy="remove one of the two copies",
             )  # fmt: skip
-        group[role] = tensor
+        group[suffix] = tensor
     return found
 
 
@@ -149,23 +147,31 @@ def _check_mtp(checkpoint: Checkpoint, family: Family, found: dict[tuple[str, in
         )  # fmt: skip
 
 
-def _claim(family: Family, tail: str) -> tuple[str | tuple[int, str], str] | None:
-    """((expert, part) or the fused tensor, role) of a name's tail below its layer; None if the family claims it not."""
+def _place(family: Family, tail: str, known: frozenset[str]) -> tuple[Place, str] | None:
+    """((expert, part) or the fused tensor, suffix) of a name's tail below its layer; None if the family has no such."""
     parts = dict(zip(family.parts, PARTS, strict=True))
     single = re.fullmatch(rf"{re.escape(family.experts)}\.{ID}\.({'|'.join(map(re.escape, parts))})\.(\w+)", tail)
-    if single is not None and single[3] in ROLES:
-        return (int(single[1]), parts[single[2]]), ROLES[single[3]]
+    if single is not None and single[3] in known:
+        return (int(single[1]), parts[single[2]]), single[3]
     if family.fused is not None:
         for place, name, bias in (("gate_up", family.fused.gate_up, family.fused.gate_up_bias),
                                   ("down", family.fused.down, family.fused.down_bias)):  # fmt: skip
             if bias is not None and tail == bias:
-                return place, "bias"
-            if tail == name:
-                return place, "weight"
+                return place, BIAS
             stem = name.removesuffix(".weight")
-            if tail.startswith(stem) and tail[len(stem) :] in FUSED_ROLES:
-                return place, FUSED_ROLES[tail[len(stem) :]]
+            if tail.startswith(stem):
+                suffix = _fused_suffix(tail[len(stem) :])
+                if suffix in known - {BIAS}:
+                    return place, suffix
     return None
+
+
+def _fused_suffix(end: str) -> str:
+    """What stands after the name of a fused tensor, as it is below a matrix: "" and ".weight", "_scale_inv" and
+    ".weight_scale_inv" are the same."""
+    if end.startswith("."):
+        return end[1:]
+    return end[1:] if end[1:] in ACTIVATION_SUFFIXES else f"weight{end}"
 
 
 def _unclaimed(checkpoint: Checkpoint, family: Family, tensor: SourceTensor) -> PagestoneError:
@@ -194,158 +200,129 @@ def _layer(
         raise fail(
             "this layer holds fused and per-expert tensors at once", "E0507", first, "remove one of the two copies"
         )
-    again = "download the checkpoint again: it is incomplete"
-    if found.fused:
-        for part in ("gate_up", "down"):
-            if "weight" not in found.fused.get(part, {}):
-                raise fail(f"the fused {part} tensor of this layer is missing", "E0508", None, again)
-        layer = _fused(family, key, found, fail)
-    else:
-        layer = _split(family, key, found, fail)
-    for group in (*found.split.values(), *found.fused.values()):
-        _check_types(group, fail)
-    layer = replace(layer, scales=_scales(checkpoint, layer, fail))
+    claims = Claims(checkpoint.config)
+    layer = (_fused if found.fused else _split)(family, key, found, claims, fail)
     _check_count(checkpoint, family, layer, fail, warnings)
     return layer
 
 
-def _split(family: Family, key: tuple[str, int], found: _Found, fail: Failure) -> LayerSource:
-    again = "download the checkpoint again: it is incomplete"
+INCOMPLETE = "download the checkpoint again: it is incomplete"
+
+
+def _claim(claims: Claims, group: Tensors, shapes: dict[str, Tensor], fail: Failure) -> Claim:
+    """How a group is stored, `shapes` being what its tensors hold of one matrix; no tensor of it may be left over."""
+    answer = claims.of(shapes)
+    if isinstance(answer, Claim):
+        rest = left_over(answer, shapes)
+        if rest is None and answer.rows and answer.columns:
+            return answer
+        codes = answer.suffixes[CODES]
+        answer = rest or Refusal("E0510", codes, f"a non-empty matrix expected, found {list(shapes[codes].shape)}")
+    raise fail(answer.message, answer.code, group[answer.suffix], REMEDIES.get(answer.code, DOWNLOAD))
+
+
+def _split(family: Family, key: tuple[str, int], found: _Found, claims: Claims, fail: Failure) -> LayerSource:
     ids = sorted({expert for expert, _ in found.split})
     for want, have in enumerate(ids):
         if want != have:
             message = f"expert {want} is missing: experts 0 to {ids[-1]} expected, found {len(ids)}"
-            raise fail(message, "E0509", None, again)
-    names = dict(zip(PARTS, family.parts, strict=True))
+            raise fail(message, "E0509", None, INCOMPLETE)
+    names, weights = dict(zip(PARTS, family.parts, strict=True)), encodings.codes_suffixes()
     for expert in ids:
         for part in PARTS:
-            if "weight" not in found.split.get((expert, part), {}):
-                raise fail(f"expert {expert} lacks {names[part]}.weight", "E0508", None, again)
-    first = found.split[0, "down"]["weight"]
-    if len(first.shape) != 2 or 0 in first.shape:
-        message = f"a non-empty [hidden, intermediate] matrix expected, found {list(first.shape)}"
-        raise fail(message, "E0510", first, "download the checkpoint again")
-    biases = {(key, "bias" in group) for key, group in found.split.items()}
+            if not any(name in found.split.get((expert, part), {}) for name in weights):
+                raise fail(f"expert {expert} lacks {names[part]}.{weights[0]}", "E0508", None, INCOMPLETE)
+    biases = {(key, BIAS in group) for key, group in found.split.items()}
     if len({has for _, has in biases}) > 1:
-        raise fail("some matrices of this layer have a bias and some have none", "E0508", None, again)
-    bias = found.split[0, "down"].get("bias")
-    shape = ExpertShape(first.shape[0], first.shape[1], None if bias is None else bias.dtype)
-    for (_, part), group in found.split.items():
-        tensor = group["weight"]
-        if tensor.shape != shape.matrix(part):
-            message = f"{list(shape.matrix(part))} expected as in expert 0, found {list(tensor.shape)}"
+        raise fail("some matrices of this layer have a bias and some have none", "E0508", None, INCOMPLETE)
+    made = {
+        place: _claim(claims, group, facts({n: t for n, t in group.items() if n != BIAS}), fail)
+        for place, group in found.split.items()
+    }
+    bias = found.split[0, "down"].get(BIAS)
+    shape = ExpertShape(made[0, "down"].rows, made[0, "down"].columns, None if bias is None else bias.dtype)
+    for (expert, part), group in found.split.items():
+        claim = made[expert, part]
+        if (claim.rows, claim.columns) != shape.matrix(part):
+            tensor = group[claim.suffixes[CODES]]
             raise fail(
-                message, "E0510", tensor, "download the checkpoint again: this expert does not belong to the layer"
-            )
+                f"{list(shape.matrix(part))} expected as in expert 0, found {list(tensor.shape)}", "E0510", tensor,
+                "download the checkpoint again: this expert does not belong to the layer",
+            )  # fmt: skip
         _check_bias(group, (shape.matrix(part)[0],), shape, fail)
-    return LayerSource(*key, found.prefix, len(ids), shape, family.parts, split=found.split)
+    return LayerSource(*key, found.prefix, len(ids), shape, family.parts, groups=found.split, claims=made)
 
 
-def _fused(family: Family, key: tuple[str, int], found: _Found, fail: Failure) -> LayerSource:
+def _fused(family: Family, key: tuple[str, int], found: _Found, claims: Claims, fail: Failure) -> LayerSource:
     assert family.fused is not None
-    gate_up, down = found.fused["gate_up"], found.fused["down"]
-    for group in (gate_up, down):
-        tensor = group["weight"]
+    holding = []
+    for part in ("gate_up", "down"):
+        group = found.fused.get(part, {})
+        tensor = next((group[n] for n in encodings.codes_suffixes() if n in group), None)
+        if tensor is None:
+            raise fail(f"the fused {part} tensor of this layer is missing", "E0508", None, INCOMPLETE)
         if len(tensor.shape) != 3 or 0 in tensor.shape:
             raise fail(
                 f"a non-empty [experts, ., .] tensor expected, found {list(tensor.shape)}", "E0510", tensor,
                 "download the checkpoint again, or name the right family in config.json",
             )  # fmt: skip
-    wide, tall = gate_up["weight"], down["weight"]
+        holding.append(tensor)
+    wide, tall = holding
     count = wide.shape[0]
+    made = {place: _fused_claim(claims, group, count, fail) for place, group in found.fused.items()}
+    down = (made["down"].rows, made["down"].columns)
+    gate_up = (made["gate_up"].rows, made["gate_up"].columns)
     fused = family.fused
     if fused.either_way:
         fused = next((f for f in (fused, replace(fused, transposed=not fused.transposed))
-                      if wide.shape == _wide_shape(f, count, tall)), fused)  # fmt: skip
-    for group in (gate_up, down):
-        if "scale" in group and (fused.transposed or fused.interleaved):
-            raise fail("a transposed or interleaved fused tensor with scales is not read", UNREAD, group["scale"],
-                       "convert from the unquantised release of the model")  # fmt: skip
-    hidden, intermediate = tall.shape[1:][::-1] if fused.transposed else tall.shape[1:]
-    wanted = _wide_shape(fused, count, tall)
-    if wide.shape != wanted or tall.shape[0] != count:
+                      if gate_up == _wide_shape(f, down)), fused)  # fmt: skip
+    for place, claim in made.items():
+        if claim.encoding.plain is None and (fused.transposed or fused.interleaved):
+            other = next(t for n, t in found.fused[place].items() if n != claim.suffixes[CODES])
+            raise fail("a transposed or interleaved fused tensor with scales is not read", UNREAD, other,
+                       REMEDIES[UNREAD])  # fmt: skip
+    hidden, intermediate = down[::-1] if fused.transposed else down
+    wanted = _wide_shape(fused, down)
+    if gate_up != wanted or tall.shape[0] != count:
         raise fail(
-            f"{list(wanted)} expected beside {tall.name} {list(tall.shape)}, found {list(wide.shape)}", "E0510", wide,
-            "download the checkpoint again: the two tensors do not belong together",
+            f"{[count, *wanted]} expected beside {tall.name} {list(tall.shape)}, found {list(wide.shape)}", "E0510",
+            wide, "download the checkpoint again: the two tensors do not belong together",
         )  # fmt: skip
-    if ("bias" in gate_up) != ("bias" in down):
-        raise fail("one of the two fused tensors has a bias, the other has none", "E0508", None,
-                   "download the checkpoint again: it is incomplete")  # fmt: skip
-    bias = down.get("bias")
+    if (BIAS in found.fused["gate_up"]) != (BIAS in found.fused["down"]):
+        raise fail("one of the two fused tensors has a bias, the other has none", "E0508", None, INCOMPLETE)
+    bias = found.fused["down"].get(BIAS)
     shape = ExpertShape(hidden, intermediate, None if bias is None else bias.dtype)
-    _check_bias(gate_up, (count, 2 * intermediate), shape, fail)
-    _check_bias(down, (count, hidden), shape, fail)
-    return LayerSource(*key, found.prefix, count, shape, family.parts, fused, gate_up, down)
+    _check_bias(found.fused["gate_up"], (count, 2 * intermediate), shape, fail)
+    _check_bias(found.fused["down"], (count, hidden), shape, fail)
+    return LayerSource(*key, found.prefix, count, shape, family.parts, fused, found.fused, made)
 
 
-def _wide_shape(fused: Fused, count: int, down: SourceTensor) -> tuple[int, ...]:
-    """The shape of gate_up beside a down of this shape."""
-    first, second = down.shape[1:]
-    return (count, second, 2 * first) if fused.transposed else (count, 2 * second, first)
+def _fused_claim(claims: Claims, group: Tensors, count: int, fail: Failure) -> Claim:
+    """How a fused tensor holds one expert; a scalar has no first axis to take apart: it serves one matrix only."""
+    shapes = {}
+    for name, tensor in group.items():
+        if name == BIAS:
+            continue
+        if tensor.shape[:1] != (count,) and name not in encodings.codes_suffixes():
+            raise fail(f"[{count}, ...], something for each expert, expected, found {list(tensor.shape)}", "E0515",
+                       tensor, REMEDIES["E0515"])  # fmt: skip
+        shapes[name] = Tensor(tensor.dtype, tensor.shape[1:])
+    return _claim(claims, group, shapes, fail)
+
+
+def _wide_shape(fused: Fused, down: tuple[int, int]) -> tuple[int, int]:
+    """The shape of an expert's gate_up beside a down of this shape, as they are stored."""
+    first, second = down
+    return (second, 2 * first) if fused.transposed else (2 * second, first)
 
 
 def _check_bias(group: Tensors, wanted: tuple[int, ...], shape: ExpertShape, fail: Failure) -> None:
-    bias = group.get("bias")
+    bias = group.get(BIAS)
     if bias is None:
         return
     if bias.dtype not in FLOATS or bias.dtype != shape.bias_dtype or bias.shape != wanted:
         raise fail(f"a bias {shape.bias_dtype} {list(wanted)} expected, found {bias.dtype} {list(bias.shape)}", "E0510",
                    bias, "download the checkpoint again")  # fmt: skip
-
-
-def _check_types(group: Tensors, fail: Failure) -> None:
-    """Weights are floats, or codes with a scale; scales and zero points are of types that can be read exactly."""
-    weight, scale, zero = group["weight"], group.get("scale"), group.get("zero")
-    unquantised = "convert from the unquantised release of the model"
-    if weight.dtype in KINDS:
-        if scale is None:
-            raise fail(f"a weight_scale_inv or weight_scale beside {weight.dtype} codes expected, found none", "E0513",
-                       weight, "download the checkpoint again: codes mean nothing without their scale")  # fmt: skip
-        if scale.dtype not in SCALE_DTYPES:
-            raise fail(
-                f"a scale in {', '.join(SCALE_DTYPES)} expected, found {scale.dtype}", UNREAD, scale, unquantised
-            )
-        if zero is not None and (weight.dtype != "I8" or zero.dtype != "I8"):
-            raise fail(f"zero points in I8 beside I8 codes expected, found {zero.dtype}", UNREAD, zero, unquantised)
-    elif weight.dtype not in FLOATS:
-        known = ", ".join((*FLOATS, *KINDS))
-        raise fail(f"expert weights in {known} expected, found {weight.dtype}", UNREAD, weight, unquantised)
-    elif scale is not None or zero is not None:
-        extra = scale or zero
-        raise fail(f"codes beside this scale expected, found {weight.dtype} weights", "E0513", extra,
-                   "download the checkpoint again: weights and scales do not belong together")  # fmt: skip
-
-
-def _scales(
-    checkpoint: Checkpoint, layer: LayerSource, fail: Failure
-) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Grid and block of every scale tensor of the layer; checks zero points too."""
-    stated = block_size(checkpoint.config)
-    resolved: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def one(group: Tensors, rows: int, columns: int, lead: tuple[int, ...]) -> None:
-        scale, zero = group.get("scale"), group.get("zero")
-        if scale is not None:
-            # a scalar has no first axis to take apart: it serves one matrix only
-            dims = scale.shape[1:] if lead and scale.shape[:1] == lead else scale.shape if not lead else None
-            found = None if dims is None else resolve(dims, rows, columns, stated)
-            if found is None:
-                raise fail(
-                    f"a scale [], [1], [{rows}], [{rows}, 1] or a block grid for {group['weight'].name} "
-                    f"{list(group['weight'].shape)} expected, found {list(scale.shape)} (weight_block_size {stated})",
-                    "E0515", scale, "correct weight_block_size in config.json, or download the checkpoint again",
-                )  # fmt: skip
-            resolved[scale.name] = found
-        if zero is not None and (lead or zero.shape not in ((rows,), (rows, 1))):
-            raise fail(f"zero points [{rows}, 1] expected, found {list(zero.shape)}", "E0515", zero,
-                       "convert from the unquantised release of the model")  # fmt: skip
-
-    if layer.is_fused:
-        one(layer.gate_up, 2 * layer.shape.intermediate, layer.shape.hidden, (layer.count,))
-        one(layer.down, layer.shape.hidden, layer.shape.intermediate, (layer.count,))
-    for (_, part), group in layer.split.items():
-        one(group, *layer.shape.matrix(part), ())
-    return resolved
 
 
 def _check_count(

@@ -13,35 +13,13 @@ from typing import Any
 
 from pagestone.convert.checkpoint import CONFIG, Checkpoint
 from pagestone.convert.side_files import UNLISTED
+from pagestone.formats import encodings
+from pagestone.formats.encodings.unread import ELEMENTS, METHODS, TAILS
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.strict_json import brief
 
-TAILS = {
-    "MXFP4": r"_proj_(blocks|scales)",
-    "NVFP4": r"\.(weight_scale_2|weight_global_scale|input_global_scale)",
-    "a packed compressed-tensors format (int4, NVFP4 or MXFP4)": r"\.(weight_packed|weight_shape|weight_g_idx)",
-    "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx)",
-    "bitsandbytes": r"\.(SCB|weight_format|weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\.\w+)",
-    "EXL2": r"\.q_(weight|scale|scale_max|groups|group_map|perm|invperm)",
-    "EXL3": r"\.(trellis|suh|svh|mcg|mul1)",
-    "HQQ": r"\.W_q",
-    "AQLM": r"\.codebooks",
-    "quanto": r"\.weight\._(data|scale|shift|zeropoint)(\.\w+)*",
-    "torchao": r"(:|\._weight_)_?(qdata|data|scale|scale_and_zero|zero_point)",
-    "MLX": r"\.switch_(mlp|glu)\.\w+\.(weight|scales|biases)",
-}
-"""Format by the end of a tensor's name. MLX also shifts and transposes dense tensors, so none of it may be copied."""
 ADAPTERS = re.compile(r".*\.(lora_\w+|base_layer|modules_to_save)(\..*)?")
 """Names of adapters that were not merged into the matrices they change."""
-ELEMENTS = {"F4": "a 4-bit float format", "F6_E2M3": "a 6-bit float format", "F6_E3M2": "a 6-bit float format"}
-READ = ("fp8", "fbgemm_fp8", "compressed-tensors")
-"""Methods whose checkpoints are read, in their FP8 and int8 forms: what is wrong with one is not its format."""
-METHODS = {
-    "gptq": "GPTQ", "awq": "AWQ", "auto-round": "AutoRound", "exl2": "EXL2", "exl3": "EXL3", "hqq": "HQQ",
-    "aqlm": "AQLM", "quark": "Quark", "mxfp4": "MXFP4", "bitnet": "BitNet", "eetq": "EETQ", "vptq": "VPTQ",
-    "spqr": "SpQR", "higgs": "HIGGS", "modelopt": "ModelOpt",
-}  # fmt: skip
-"""How a `quant_method` is written, where that is not as the config has it."""
 OF_FORMAT = ("E0502", "E0504", "E0508", "E0510", "E0513", "E0514", "E0515", "E0517")
 """Refusals that a format which is not read may cause: other names, types and shapes than those that are known."""
 INCOMPLETE = ("E0503", "E0508", "E0509", "E0513")
@@ -76,8 +54,9 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except PagestoneError as error:
         stated = _stated(checkpoint.config)
+        read = {name for cls in encodings.every() for name in cls.methods}
         method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
-        if error.code in OF_FORMAT and method is not None and method not in READ:
+        if error.code in OF_FORMAT and method is not None and method not in read:
             name = METHODS.get(method, brief(method)) if isinstance(method, str) else brief(method)
             raise RequestError(
                 f"weights in BF16, F16, F32, FP8 or int8 expected; config.json says that this checkpoint is in {name}, "

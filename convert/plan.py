@@ -15,11 +15,11 @@ from typing import Any
 
 from pagestone.convert import families, mtp
 from pagestone.convert.checkpoint import CONFIG, INDEX, Checkpoint, SourceTensor, open_checkpoint
+from pagestone.convert.claims import contradicted
 from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseTensor
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
 from pagestone.convert.foreign import explained, refuse_foreign
-from pagestone.convert.scales import block_size, contradicted
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
 from pagestone.formats.config import config_facts, config_with, stated_config
@@ -184,19 +184,19 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
     if layers is not None:
         kept = _select(found, layers, checkpoint)
         layers = (layers[0], min(layers[1], 1 + max(s.layer for s in found if s.block == "layers")))
-    forms = [form for s in kept for m in s.matrices() if (form := m.form) is not None]
-    codec = codec.for_scales({f.scale_dtype for f in forms if codec.adopts(f) is None})
+    matrices = [m for s in kept for m in s.matrices()]
+    codec = codec.for_sources({m.encoding for m in matrices if codec.takes(m.encoding, m.rows, m.columns) is None})
     width = len(str(max(s.layer for s in found)))
     targets = tuple(_layer_target(checkpoint, codec, source, width, header_limit) for source in kept)
 
     routed = {t.name for s in found for t in s.tensors} | experts.activation_scales
-    rules_of_dense = DenseRules(checkpoint.path, checkpoint.tensors, block_size(checkpoint.config), family, codec)
+    rules_of_dense = DenseRules(checkpoint.path, checkpoint.tensors, checkpoint.config, family, codec)
     with explained(checkpoint):
         dense, fates = rules_of_dense.sort([n for n in checkpoint.tensors if n not in routed])
     shards = _dense_targets(checkpoint, dense, header_limit)
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
-    rules |= _dense_rules(family, fates, {t.name: shard.name for shard in shards for t in shard.tensors})
+    rules |= _dense_rules(family, fates, {t.source.name: shard.name for shard in shards for t in shard.tensors})
     dispositions = [Disposition(checkpoint.tensors[n], *rules[n]) for n in sorted(checkpoint.tensors, key=natural)]
     taken = (CODE,) if request.include_code else ()
     side = tuple(SideFile(f.name, f.nbytes, None) if f.rule in taken else f for f in checkpoint.side_files)
@@ -205,7 +205,7 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
     unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
     if unknown:
         warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {unknown[0]}")
-    contradiction = contradicted(checkpoint.config, {f.kind for f in forms})
+    contradiction = contradicted(checkpoint.config, {m.encoding.name for m in matrices if m.encoding.plain is None})
     if contradiction is not None and not checkpoint.container:
         warnings.append(contradiction)
     generated = {
@@ -293,13 +293,12 @@ def _select(found: list[LayerSource], span: tuple[int, int], checkpoint: Checkpo
 
 def _treatment(codec: Codec, matrix: MatrixSource) -> tuple[bool, str]:
     """(whether its values survive exactly, what becomes of it) of one expert matrix."""
-    form = matrix.form
-    if form is None:
-        exact = matrix.tensor.dtype in codec.lossless_from
-        return exact, "kept" if exact else codec.verb
-    reason = codec.adopts(form)
+    plain = matrix.encoding.plain is not None
+    reason = codec.takes(matrix.encoding, matrix.rows, matrix.columns)
     if reason is None:
-        return True, "passed through"
+        return True, "kept" if plain else "passed through"
+    if plain:
+        return False, codec.verb
     return False, f"requantised ({reason})" if codec.verb == Codec.verb else codec.verb
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagestone.convert.machine import machine_errors
-from pagestone.convert.sources import LayerSource, MatrixSource, Range
+from pagestone.convert.sources import ArraySource, LayerSource, MatrixSource, Range
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, align_up
-from pagestone.formats.quantised import Quantised, scale_values
 from pagestone.formats.storage import AnyPlace, page_buffer, place_of
 
 ALIGNMENT = 64
@@ -48,30 +47,22 @@ class SourceFiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMatrix:
-    """One matrix in memory: `array` [R, C] contiguous, floats or codes; `quantised` if they are codes; its bias [R]."""
+    """One matrix in memory: `stored` are its arrays by role, contiguous; its bias [R]."""
 
     origin: MatrixSource
-    array: Array
-    quantised: Quantised | None
+    stored: dict[str, Array]
     bias: Array | None
 
 
 def load(m: MatrixSource, array: Callable[[Range], Array]) -> LoadedMatrix:
-    """Take a matrix out of what was read: oriented, de-interleaved, with its scales as float32."""
-    matrix = _oriented(m, array(m.at))
-    quantised = None
-    if m.form is not None and m.scale is not None:
-        scales = scale_values(array(m.scale.at), m.scale.at.tensor.dtype)
-        zero = None if m.zero is None else array(m.zero).reshape(-1)
-        quantised = Quantised(m.form, matrix, scales, zero)
-    bias = None if m.bias is None else _oriented(m.bias, array(m.bias.at)).reshape(-1)
-    return LoadedMatrix(m, matrix, quantised, bias)
+    """Take a matrix out of what was read: oriented, de-interleaved, the rows of a window cut out."""
+    stored = {role: _taken(source, array) for role, source in m.stored.items()}
+    return LoadedMatrix(m, stored, None if m.bias is None else _taken(m.bias, array))
 
 
-def _oriented(m: MatrixSource, stored: Array) -> Array:
-    if m.plain and stored.shape == (m.rows, m.columns):
-        return stored
-    return np.ascontiguousarray((stored.T if m.transposed else stored)[m.start :: m.step][: m.rows])
+def _taken(source: ArraySource, array: Callable[[Range], Array]) -> Array:
+    found = array(source.at)
+    return np.ascontiguousarray((found.T if source.transposed else found)[source.rows])
 
 
 class ExpertReader:

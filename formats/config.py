@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pagestone.formats.encodings import Codec, ConfigFacts
+from pagestone.formats.encodings import Codec, ConfigFacts, codes_dtypes
 from pagestone.formats.layout import PARTS, ExpertShape
-from pagestone.formats.quantised import KINDS
 from pagestone.formats.text import natural
 
 
@@ -19,11 +18,12 @@ def config_facts(
 ) -> ConfigFacts:
     """What codecs need for a `quantization_config`: from (name, dtype, shape) of the dense tensors, and experts."""
     modules: set[str] = set()
+    quantised = codes_dtypes(plain=False)
     matrices = {shape.matrix(part) for shape in shapes for part in PARTS}
     for name, dtype, dims in dense:
         if dtype == "F8_E4M3" and len(dims) == 2:
             matrices.add((dims[0], dims[1]))  # dense codes that are kept need the same promises
-        if name.endswith(".weight") and len(dims) >= 2 and dtype not in KINDS:
+        if name.endswith(".weight") and len(dims) >= 2 and dtype not in quantised:
             module = name.removesuffix(".weight")
             # transformers strips the nesting when it loads the text model alone: both spellings must match
             modules |= {module, module.replace("model.language_model.", "model.", 1)}

@@ -109,6 +109,11 @@ class RecordLayout:
                 return slot
         raise KeyError((part, role))
 
+    @property
+    def offsets(self) -> dict[tuple[str, str], int]:
+        """Bytes from the record's start, by (part, role)."""
+        return {(slot.part, slot.role): slot.offset for slot in self.slots if slot.part is not None}
+
     def of_part(self, part: str) -> tuple[Slot, ...]:
         """The slots of one part in order of offset: the encoding's roles in its order, then the expert's own bias."""
         return tuple(slot for slot in self.slots if slot.part == part)

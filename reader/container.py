@@ -288,7 +288,7 @@ class Layer(Closing):
 
         Roles are those of `Matrix.stored`; the header's metadata has the same offsets by tensor name.
         """
-        return {(s.part, s.role): s.offset for s in self.layout.record.slots if s.part is not None}
+        return self.layout.record.offsets
 
     # -- views -------------------------------------------------------------------------------------------------------
 

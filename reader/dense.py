@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagestone.formats import encodings
 from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import VIEWS, Array, item_size
+from pagestone.formats.encodings import Candidate, Claim, Tensor
 from pagestone.formats.encodings.fp8 import BLOCK
 from pagestone.formats.errors import DataError, NonFiniteError, RequestError
 from pagestone.formats.layer_file import sidecar_name
-from pagestone.formats.layout import align_up
+from pagestone.formats.layout import CODES, align_up
 from pagestone.formats.manifest import Manifest
-from pagestone.formats.quantised import FP8, Form, Quantised, scale_values
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container
 from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file, private_buffer
@@ -139,37 +140,56 @@ def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
 # -- for torch --------------------------------------------------------------------------------------------------------
 
 
-def dense_scales(used: Iterable[str], entries: Mapping[str, TensorEntry], root: Path) -> dict[str, str]:
-    """The block scales of every dense FP8 matrix that an `fp8` container kept as its source had it."""
+@dataclass(frozen=True, slots=True)
+class DenseCodes:
+    """A dense matrix whose codes an `fp8` container kept as its source had them: its tensors' names by role."""
+
+    claim: Claim
+    names: Mapping[str, str]
+
+
+def dense_codes(used: Iterable[str], entries: Mapping[str, TensorEntry], root: Path) -> dict[str, DenseCodes]:
+    """Every dense matrix of codes among those `used`, by the name of its codes; `DataError` (E1224) if it has no scale
+    that containers may have."""
     found = {}
     for name in used:
-        if entries[name].dtype == "F8_E4M3":
-            scale = next((name + tail for tail in ("_scale_inv", "_scale") if name + tail in entries), None)
-            if scale is None:
-                raise DataError(
-                    "a scale beside these FP8 codes expected, found none", code="E1224", file=root, tensor=name,
-                    remedy="convert the checkpoint again",
-                )  # fmt: skip
-            found[name] = scale
+        if entries[name].dtype != "F8_E4M3":
+            continue
+        stem = name.removesuffix("weight")
+        group = {s: entries[stem + s] for s in encodings.suffixes() if stem + s in entries}
+        tensors = {s: Tensor(e.dtype, e.shape) for s, e in group.items()}
+        claim = encodings.claim(Candidate(tensors, STATED)) if group else None
+        if not isinstance(claim, Claim):
+            why = "" if claim is None else f" ({claim.message})"
+            raise DataError(
+                f"a scale beside these FP8 codes expected, found none that fits{why}", code="E1224", file=root,
+                tensor=name, remedy="convert the checkpoint again",
+            )  # fmt: skip
+        found[name] = DenseCodes(claim, {role: stem + suffix for role, suffix in claim.suffixes.items()})
     return found
 
 
-def decoded(dense: DenseTensors, name: str, scale: str) -> torch.Tensor:
+STATED = {"quantization_config": {"weight_block_size": [BLOCK, BLOCK]}}
+"""What a config says of dense codes that stay (specs/container.md)."""
+
+
+def decoded(dense: DenseTensors, codes: DenseCodes) -> torch.Tensor:
     """A dense FP8 matrix as transformers makes it on a CPU: code * scale in float32, rounded once to bfloat16."""
     import torch
 
-    codes, grid = dense.entries[name], dense.entries[scale]
-    form = Form(FP8, codes.shape[0], codes.shape[1], (BLOCK, BLOCK), scale_dtype=grid.dtype)
-    stored = dense.arrays[scale].view(VIEWS[grid.dtype]).reshape(grid.shape)
-    bits = dense.arrays[name].reshape(codes.shape)
+    claim = codes.claim
+    stored = {
+        role.name: dense.arrays[codes.names[role.name]].view(VIEWS[role.dtype]).reshape(role.shape)
+        for role in claim.encoding.roles(claim.rows, claim.columns)
+    }
     try:
-        values = Quantised(form, bits, scale_values(stored, grid.dtype)).values()
+        claim.encoding.require_sound(stored, claim.rows, claim.columns)
     except NonFiniteError as error:
         raise DataError(
             f"finite weights expected, found {error.value} at row {error.row}, column {error.column}",
-            code="E1228", tensor=name, remedy="convert the checkpoint again from a sound source",
+            code="E1228", tensor=codes.names[CODES], remedy="convert the checkpoint again from a sound source",
         ) from None  # fmt: skip
-    return torch.from_numpy(values).to(torch.bfloat16)
+    return torch.from_numpy(claim.encoding.values(stored, claim.rows, claim.columns)).to(torch.bfloat16)
 
 
 def dense_tensor(array: Array, entry: TensorEntry) -> torch.Tensor:

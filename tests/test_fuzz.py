@@ -22,7 +22,7 @@ from kits import fuzz, mutate
 from kits.fuzz import CASES, Bench, Fault, case, judged
 
 from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.formats import codecs
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.manifest import read_manifest
@@ -107,10 +107,10 @@ def test_the_same_seed_is_the_same_damage(bench):
 # -- what was found ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", sorted(codecs.registry()))
+@pytest.mark.parametrize("codec", sorted(encodings.registry()))
 def test_scales_that_are_no_numbers_decode_without_a_warning(codec):
     """An infinite scale over a zero code is NaN, and nothing is said on stderr about it."""
-    maker = codecs.get(codec)
+    maker = encodings.get(codec)
     stored = maker.allocate(128, 128)
     if "scales" in stored:
         stored["scales"][:] = np.inf if stored["scales"].dtype == np.float32 else 0x7F80

@@ -121,7 +121,7 @@ def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
     return OpenLayer(entry, path, file, layout, {})
 
 
-def beside(root: Path, layer: OpenLayer) -> Beside:
+def sidecar_arrays(root: Path, layer: OpenLayer) -> Beside:
     """The arrays of a layer's sidecar, its table checked; empty if there is none. Raises as `open_layer`."""
     if layer.entry.sidecar is None:
         return {}
@@ -157,10 +157,11 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
                 yield Finding(ERROR, "E1005", name, message, start + slot.offset)
     for part, part_name in zip(PARTS, layer.file.part_names, strict=True):
         arrays = stored_arrays(layer, record, expert, part)
-        for sentence in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
+        for problem in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
             offset = start + layer.layout.record.slot(part, CODES).offset
-            sidecar = f" (in {layer.entry.sidecar})" if sentence.startswith("row sums") else ""
-            yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {sentence}{sidecar}", offset)
+            beside = (part, problem.role) not in layer.layout.record.offsets
+            sidecar = f" (in {layer.entry.sidecar})" if beside else ""
+            yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {problem}{sidecar}", offset)
 
 
 def check_layer(

@@ -14,7 +14,6 @@ from pagestone.convert.checkpoint import SourceTensor
 from pagestone.convert.dense import COPY, SCALE_USED, DenseRules, pieces
 from pagestone.convert.family import Family
 from pagestone.convert.reading import SourceFiles
-from pagestone.convert.scales import block_size
 from pagestone.formats.encodings import Codec, ConfigFacts
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import Manifest
@@ -38,7 +37,7 @@ def check_dense_tensors(root: Path, manifest: Manifest, codec: Codec, dense: lis
             continue
         tensors |= {e.name: SourceTensor(e.name, shard, e.dtype, e.shape, e.offset, e.nbytes) for e in entries}
     stated = {"quantization_config": codec.quantization_config(ConfigFacts((), ()))}
-    rules = DenseRules(root, tensors, block_size(stated), _family(manifest), codec)
+    rules = DenseRules(root, tensors, stated, _family(manifest), codec)
     refused: list[PagestoneError] = []
     sorted_tensors, fates = rules.sort(list(tensors), refused.append)
     for error in refused:

@@ -96,7 +96,7 @@ def _tables(context: Context) -> Iterator[Finding]:
             yield of_error(error, entry.file)
             continue
         try:
-            layer = replace(layer, beside=checks.beside(context.root, layer))
+            layer = replace(layer, beside=checks.sidecar_arrays(context.root, layer))
         except (PagestoneError, OSError) as error:
             yield of_error(error, str(entry.sidecar))
         context.layers.append(layer)

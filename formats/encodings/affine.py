@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Option, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Option, Problem, Stored
 from pagestone.formats.errors import LayoutError
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import Role
@@ -140,16 +140,17 @@ class Affine(Codec):
         return products.one_nan(results)
 
     @plainly
-    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[Problem]:
         for role in ("scales", "biases"):
             values = bf16_to_f32(stored[role])
             bad = ~np.isfinite(values)
             if bad.any():
                 row, column = divmod(int(np.argmax(bad)), bad.shape[1])
-                yield (
+                text = (
                     f"{role} expected to be finite, found {np.count_nonzero(bad)} that are not, "
                     f"the first {values[row, column]} at row {row}, group {column}"
                 )
+                yield Problem.at(bad, role, f"a {role[:-1]} of {values[row, column]}", text)
 
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any]:
         # MLX's words, and no `quant_method`: without it transformers raises, with an unknown one it loads the codes.

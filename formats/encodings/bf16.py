@@ -16,27 +16,25 @@ import numpy as np
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Problem, Stored
+from pagestone.formats.encodings.floats import Plain
 from pagestone.formats.floats import plainly
-from pagestone.formats.layout import Role
-from pagestone.formats.stats import error_and_norm, refuse_non_finite
+from pagestone.formats.stats import error_and_norm, refuse_non_finite, value_text
 
 MAGNITUDE, INFINITE = 0x7FFF, 0x7F80
 """Bits of a code without its sign; from which of them on a code is Inf or NaN."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bf16(Codec):
+class Bf16(Plain, Codec):
     """codes `weight` BF16 [R, C]: exact from BF16, rounded from other types."""
 
     name: ClassVar[str] = "bf16"
     encoder: ClassVar[str | None] = "encode_bf16"
     multiplier: ClassVar[str | None] = "matmul_bf16"
-    lossless_from: ClassVar[tuple[str, ...]] = ("BF16",)
     verb: ClassVar[str] = "rounded"
-
-    def roles(self, rows: int, columns: int) -> tuple[Role, ...]:
-        return (Role("codes", "weight", "BF16", (rows, columns)),)
+    plain: ClassVar[str] = "BF16"
+    codes_dtypes: ClassVar[tuple[str, ...]] = ("BF16",)
 
     @plainly
     def encode_definition(self, weight: F32, out: Stored) -> EncodeStats:
@@ -46,10 +44,6 @@ class Bf16(Codec):
         decoded = bf16_to_f32(codes)
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
-
-    @plainly
-    def values(self, stored: Stored, rows: int, columns: int) -> F32:
-        return bf16_to_f32(stored["codes"])
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
@@ -62,15 +56,17 @@ class Bf16(Codec):
         return products.one_nan(results)
 
     @plainly
-    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[Problem]:
         codes = stored["codes"]
         forbidden = (codes & MAGNITUDE) >= INFINITE
         if forbidden.any():
             row, column = divmod(int(np.argmax(forbidden)), columns)
-            yield (
+            text = (
                 f"codes expected to be finite, found {np.count_nonzero(forbidden)} of Inf or NaN, "
                 f"the first 0x{int(codes[row, column]):04X} at row {row}, column {column}"
             )
+            value = value_text(float(bf16_to_f32(codes[row : row + 1, column])[0]))
+            yield Problem.at(forbidden, "codes", value, text)
 
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any] | None:
         return None

@@ -15,9 +15,9 @@ import numpy as np
 
 from pagestone.formats import native, products
 from pagestone.formats.dtypes import F32, VIEWS, Array, to_f32
+from pagestone.formats.errors import NonFiniteError
 from pagestone.formats.floats import plain_floats, plainly
-from pagestone.formats.layout import PART_NAMES, RECORD, Role
-from pagestone.formats.quantised import Form, Quantised
+from pagestone.formats.layout import CODES, PART_NAMES, RECORD, Role
 from pagestone.formats.stats import sum_of_squares
 
 Stored = Mapping[str, Array]
@@ -85,16 +85,124 @@ class Layout(ABC):
         return {r.name: np.zeros(r.shape, VIEWS[r.dtype]) for r in self.roles(rows, columns)}
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Type and shape of one tensor of a checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One matrix of a checkpoint before it is known how it is stored: its tensors by suffix, and the model's config."""
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An encoding that knows a candidate: [rows, columns], and the suffix of the tensor of every role."""
+
+    encoding: Reading
+    rows: int
+    columns: int
+    suffixes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the encoding whose codes these are cannot take a candidate: its code, and the tensor to blame."""
+
+    code: str
+    suffix: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One way in which stored arrays break the encoding's rules.
+
+    `text` is a sentence with what was expected; `value` is what was found at `row` and `column`, the first of `count`
+    elements of the matrix; `role` is where it lies.
+    """
+
+    text: str
+    role: str
+    value: str
+    count: int
+    row: int
+    column: int
+
+    @classmethod
+    def at(cls, bad: Array, role: str, value: str, text: str) -> Problem:
+        """Of a mask [R, C] of the elements that are bad."""
+        row, column = divmod(int(np.argmax(bad)), bad.shape[1])
+        return cls(text, role, value, int(np.count_nonzero(bad)), row, column)
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Reading(Layout):
-    """What stored arrays mean."""
+    """What stored arrays mean, and how a checkpoint's are recognised."""
+
+    plain: ClassVar[str | None] = None
+    """The element type of its codes where they are the numbers themselves, which any encoder takes as they are."""
+    codes_dtypes: ClassVar[tuple[str, ...]] = ()
+    """Element types that its codes have in a checkpoint."""
+    spellings: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """What the tensor of a role is called below its matrix in checkpoints, by role; looked for in this order."""
+    methods: ClassVar[tuple[str, ...]] = ()
+    """The `quant_method`s of checkpoints that hold it."""
+
+    @classmethod
+    def claims(cls, candidate: Candidate) -> Claim | Refusal | None:
+        """What this encoding makes of a candidate; None if its codes are not of this encoding."""
+        return None
+
+    @classmethod
+    def announced(cls, stated: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` says that matrices are stored so."""
+        return False
+
+    @classmethod
+    def spelled(cls, candidate: Candidate) -> dict[str, str]:
+        """The suffix of every role that the candidate has, the first spelling of each."""
+        found = {role: [n for n in names if n in candidate.tensors] for role, names in cls.spellings.items()}
+        return {role: names[0] for role, names in found.items() if names}
 
     @abstractmethod
     def values(self, stored: Stored, rows: int, columns: int) -> F32:
-        """float32 [R, C]: the values the stored arrays stand for."""
+        """float32 [R, C]: the values the stored arrays stand for, problems or not."""
 
     @abstractmethod
-    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
-        """One sentence for every way in which stored arrays break the encoding's rules (codes, scales, sums)."""
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[Problem]:
+        """Every way in which stored arrays break the encoding's rules (codes, scales, sums)."""
+
+    def described(self, rows: int, columns: int) -> str:
+        """In words, for a matrix of this shape."""
+        return self.name
+
+    def zero_scales(self, stored: Stored) -> int:
+        """Scales of zero, which a source may have over zeros."""
+        return 0
+
+    def window(self, rows: int, columns: int, first: int, count: int) -> tuple[Reading, dict[str, slice]]:
+        """Rows `first` to `first + count` of a matrix: how they are stored, and the rows of every role's array.
+
+        A role whose first axis is the matrix's rows is cut there, one of another length belongs to all of them.
+        """
+        return self, {
+            role.name: slice(first, first + count) if role.shape[:1] == (rows,) else slice(None)
+            for role in self.roles(rows, columns)
+        }
+
+    def require_sound(self, stored: Stored, rows: int, columns: int) -> None:
+        """Raises `NonFiniteError` with the first problem."""
+        for problem in self.problems(stored, rows, columns):
+            raise NonFiniteError(problem.count, problem.row, problem.column, problem.value)
 
 
 class Writing(Layout):
@@ -106,10 +214,8 @@ class Writing(Layout):
 
     encoder: ClassVar[str | None] = None
     """Name of the native kernel that encodes, or None."""
-    lossless_from: ClassVar[tuple[str, ...]] = ()
-    """Source types whose every value survives."""
     verb: ClassVar[str] = "encoded"
-    """What the plan says of a matrix from any other type."""
+    """What the plan says of a matrix that it cannot take as it is."""
     options: ClassVar[tuple[Option, ...]] = ()
     """Parameters that are offered on the command line."""
 
@@ -135,26 +241,32 @@ class Writing(Layout):
             native.raise_non_finite(source, dtype, count, first)
         return EncodeStats(error, norm)
 
-    def for_scales(self, dtypes: Collection[str]) -> Writing:
-        """This codec, adjusted to the scale types of the quantised matrices it will take (none: unchanged)."""
+    def for_sources(self, sources: Collection[Reading]) -> Writing:
+        """This codec, adjusted to the encodings of the matrices that it will take as they are (none: unchanged)."""
         return self
 
-    def adopts(self, form: Form) -> str | None:
-        """Why a matrix quantised in this form cannot keep its codes; None if it can, its data permitting."""
-        return f"{self.name} stores other codes"
+    def takes(self, source: Reading, rows: int, columns: int) -> str | None:
+        """Why a [rows, columns] matrix stored so cannot keep its codes; None if it can, its data permitting."""
+        same = (source.name, source.parameters) == (self.name, self.parameters)
+        return None if same else f"{self.name} stores other codes"
 
-    def adopt(self, source: Quantised, out: Stored) -> bool:
-        """Take codes and scales as they are into `out`; False (and `out` unspecified) if the data forbids it."""
-        return False
+    def take(self, stored: Stored, source: Reading, rows: int, columns: int, out: Stored) -> bool:
+        """Take sound stored arrays as they are into `out`; False (and `out` unspecified) if the data forbids it."""
+        for role, array in out.items():
+            array[...] = stored[role]
+        return True
 
     @plainly
-    def encode_quantised(self, source: Quantised, out: Stored) -> tuple[EncodeStats, bool]:
-        """Encode a quantised matrix; (statistics against its values, whether its codes were kept).
+    def write(self, stored: Stored, source: Reading, rows: int, columns: int, out: Stored) -> tuple[EncodeStats, bool]:
+        """Encode what another encoding stores; (statistics against its values, whether its codes were kept).
 
-        Raises `NonFiniteError` for what no container may hold, see `Quantised.values`.
+        Raises `NonFiniteError` for what no container may hold: `source`'s problems, and values that are too large.
         """
-        values = source.values()
-        if self.adopts(source.form) is None and self.adopt(source, out):
+        if source.plain is not None:
+            return self.encode(stored[CODES], source.plain, out), False
+        source.require_sound(stored, rows, columns)
+        values = source.values(stored, rows, columns)
+        if self.takes(source, rows, columns) is None and self.take(stored, source, rows, columns, out):
             return EncodeStats(0.0, sum_of_squares(values.astype(np.float64))), True
         return self.encode(values, "F32", out), False
 
@@ -205,13 +317,13 @@ class Telling(Layout):
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any] | None:
         """What `config.json` must say so that others read right weights or raise; None if nothing."""
 
-    def keeps_dense(self, form: Form) -> bool:
-        """Whether a dense matrix quantised in this form stays as it is, because this codec's config describes it."""
+    def keeps_dense(self, claim: Claim) -> bool:
+        """Whether a dense matrix stored and named so stays as it is, because this codec's config describes it."""
         return False
 
 
 class Codec(Reading, Writing, Multiplying, Telling):
     """An encoding that we write: all five contracts."""
 
-    def for_scales(self, dtypes: Collection[str]) -> Codec:
+    def for_sources(self, sources: Collection[Reading]) -> Codec:
         return self

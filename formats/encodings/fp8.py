@@ -10,7 +10,7 @@ then y = sum over the columns of code * xs in 64 lanes. A block is two rounds of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from pagestone.formats import products
 from pagestone.formats.dtypes import E4M3_VALUES as VALUES
 from pagestone.formats.dtypes import F32, Array, bf16_to_f32, f32_to_bf16
-from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Claim, Codec, ConfigFacts, EncodeStats, Problem, Reading, Stored
+from pagestone.formats.encodings.scaled import Scaled, scale_values
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import Role
-from pagestone.formats.quantised import FP8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
 BLOCK = 128
@@ -43,6 +43,33 @@ def to_e4m3(values: F32) -> NDArray[np.uint8]:
     code = steps.astype(np.int32) + 8 * (exponent + 6)  # 16 steps are the next exponent's 8, and so is the code
     codes: NDArray[np.uint8] = (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
     return codes
+
+
+class Fp8Source(Scaled):
+    """E4M3FN codes under any grid of scales, as checkpoints have them."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "fp8"
+    codes_dtype: ClassVar[str] = "F8_E4M3"
+    codes_dtypes: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
+    largest: ClassVar[np.float32] = LARGEST
+    methods: ClassVar[tuple[str, ...]] = ("fp8", "fbgemm_fp8", "compressed-tensors")
+    announced_type: ClassVar[str] = "float8"
+
+    @classmethod
+    def announced(cls, stated: Mapping[str, Any]) -> bool:
+        return stated.get("quant_method") in ("fp8", "fbgemm_fp8") or super().announced(stated)
+
+    def code_values(self, codes: Array) -> F32:
+        return VALUES[codes]
+
+    def nan_codes(self, codes: Array) -> Array:
+        nan: Array = (codes & 0x7F) == 0x7F
+        return nan
+
+    def zero_codes(self, codes: Array) -> Array:
+        zero: Array = (codes & 0x7F) == 0
+        return zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,41 +118,53 @@ class Fp8(Codec):
         out["scales"][...] = f32_to_bf16(scale) if self.scale_dtype == "BF16" else scale
         return EncodeStats(*error_and_norm(weight, _product(codes, spread)))
 
-    def for_scales(self, dtypes: Collection[str]) -> Fp8:
-        """BF16 scales where all of the source's are BF16 (or there are none), else F32: it holds every other type."""
-        return self if set(dtypes) <= {self.scale_dtype} else Fp8(scale_dtype="F32")
+    def for_sources(self, sources: Collection[Reading]) -> Fp8:
+        """BF16 scales where all that it takes are BF16 (or there are none), else F32: it holds every other type."""
+        dtypes = {s.scale_dtype for s in sources if isinstance(s, Fp8Source)}
+        return self if dtypes <= {self.scale_dtype} else Fp8(scale_dtype="F32")
 
-    def adopts(self, form: Form) -> str | None:
-        if form.kind != FP8:
-            return f"{form}: not E4M3 codes"
-        if form.per_tensor:
+    def takes(self, source: Reading, rows: int, columns: int) -> str | None:
+        if not isinstance(source, Fp8Source):
+            return f"{source.described(rows, columns)}: not E4M3 codes"
+        if source.per_tensor(rows, columns):
             return None  # the one scale is repeated over the grid
-        if form.block != (BLOCK, BLOCK):
-            return f"{form}: not blocks of {BLOCK}x{BLOCK}"
-        return "a block of the fused tensor straddles gate and up" if form.first_row % BLOCK else None
-
-    def keeps_dense(self, form: Form) -> bool:
-        """The config states blocks of 128 x 128, and leaves their modules out of what may not be converted."""
-        return form.kind == FP8 and form.block == (BLOCK, BLOCK)
+        if source.block != (BLOCK, BLOCK):
+            return f"{source.described(rows, columns)}: not blocks of {BLOCK}x{BLOCK}"
+        return "a block of the fused tensor straddles gate and up" if source.first_row else None
 
     @plainly
-    def adopt(self, source: Quantised, out: Stored) -> bool:
-        rows, columns = out["scales"].shape
-        first = source.form.first_row // source.form.block[0]
-        scales = np.broadcast_to(source.scales[:1, :1] if source.form.per_tensor else
-                                 source.scales[first : first + rows, :columns], (rows, columns))  # fmt: skip
-        out["codes"][...] = source.codes
-        out["scales"][...] = f32_to_bf16(scales) if self.scale_dtype == "BF16" else scales
+    def take(self, stored: Stored, source: Reading, rows: int, columns: int, out: Stored) -> bool:
+        assert isinstance(source, Fp8Source)
+        scales = scale_values(stored["scales"], source.scale_dtype)
+        out["codes"][...] = stored["codes"]
+        out["scales"][...] = f32_to_bf16(scales) if self.scale_dtype == "BF16" else scales  # one alone is repeated
         return True
 
-    @plainly
+    def keeps_dense(self, claim: Claim) -> bool:
+        """The config states blocks of 128 x 128, and leaves their modules out of what may not be converted. Scales of
+        another name or type are other numbers to others."""
+        source = claim.encoding
+        named = claim.suffixes == {"codes": "weight", "scales": "weight_scale_inv"}
+        if not named or not isinstance(source, Fp8Source):
+            return False
+        return source.block == (BLOCK, BLOCK) and source.scale_dtype in ("BF16", "F32", "F16")
+
+    @property
+    def as_read(self) -> Fp8Source:
+        """The same arrays as a checkpoint holds them."""
+        return Fp8Source((BLOCK, BLOCK), self.scale_dtype)
+
     def values(self, stored: Stored, rows: int, columns: int) -> F32:
-        return _product(stored["codes"], _spread(self._scales(stored), rows, columns))
+        return self.as_read.values(stored, rows, columns)
+
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[Problem]:
+        """A source may carry a zero scale over a block of zeros: its codes are passed through as they are."""
+        return self.as_read.problems(stored, rows, columns)
 
     @plainly
     def matmul_definition(self, stored: Stored, x: Array, rows: int, columns: int) -> F32:
         products.expect_stored(stored, self.in_record(rows, columns))
-        tokens, scales = products.activations(x, columns), self._scales(stored)
+        tokens, scales = products.activations(x, columns), scale_values(stored["scales"], self.scale_dtype)
         results = np.empty((len(x), rows), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for first, of_columns in zip(range(0, rows, BLOCK), scales, strict=True):
@@ -133,27 +172,6 @@ class Fp8(Codec):
                 for token, result in zip(tokens, results, strict=True):
                     result[first : first + BLOCK] = products.lane_sum(values, token * spread, products.LANES)
         return products.one_nan(results)
-
-    @plainly
-    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
-        codes, scales = stored["codes"], self._scales(stored)
-        magnitudes = codes & 0x7F
-        forbidden = magnitudes == 0x7F
-        if forbidden.any():
-            row, column = divmod(int(np.argmax(forbidden)), columns)
-            yield (
-                f"codes expected to be numbers, found {np.count_nonzero(forbidden)} of 0x7F or 0xFF (NaN), "
-                f"the first at row {row}, column {column}"
-            )
-        # A source may carry a zero scale over a block of zeros; its codes are passed through as they are.
-        unused = (scales == 0) & (_block_maxima(magnitudes) == 0)
-        bad = ~(np.isfinite(scales) & (scales > 0)) & ~unused
-        if bad.any():
-            row, column = divmod(int(np.argmax(bad)), scales.shape[1])
-            yield (
-                f"scales expected to be finite and positive, found {np.count_nonzero(bad)} that are not, "
-                f"the first {scales[row, column]} at row {row}, column {column} of the grid"
-            )
 
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any]:
         whole = all(size % BLOCK == 0 for shape in facts.shapes for size in shape)
@@ -164,10 +182,6 @@ class Fp8(Codec):
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": list(facts.dense_modules),
         }
-
-    def _scales(self, stored: Stored) -> F32:
-        scales = stored["scales"]
-        return bf16_to_f32(scales) if self.scale_dtype == "BF16" else scales.astype(np.float32)
 
 
 def _block_maxima(values: Array) -> Array:
@@ -189,4 +203,4 @@ def _product(codes: Array, scales: F32) -> F32:
     return product
 
 
-ENCODINGS = (Fp8,)
+ENCODINGS = (Fp8, Fp8Source)

@@ -19,14 +19,37 @@ import numpy as np
 
 from pagestone.formats import products
 from pagestone.formats.dtypes import F32, Array
-from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Stored
+from pagestone.formats.encodings.contracts import Codec, ConfigFacts, EncodeStats, Problem, Reading, Stored
+from pagestone.formats.encodings.scaled import ZERO_POINTS, Scaled, scale_values
 from pagestone.formats.floats import plainly
 from pagestone.formats.layout import BESIDE, Role
-from pagestone.formats.quantised import INT8, Form, Quantised
 from pagestone.formats.stats import error_and_norm, refuse_non_finite
 
 LARGEST = 127
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+
+
+class Int8Source(Scaled):
+    """int8 codes under any grid of scales, with or without zero points, as checkpoints have them."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "int8"
+    codes_dtype: ClassVar[str] = "I8"
+    codes_dtypes: ClassVar[tuple[str, ...]] = ("I8",)
+    largest: ClassVar[np.float32] = np.float32(255)
+    spellings: ClassVar[dict[str, tuple[str, ...]]] = Scaled.spellings | {ZERO_POINTS: ("weight_zero_point",)}
+    methods: ClassVar[tuple[str, ...]] = ("compressed-tensors",)
+    announced_type: ClassVar[str] = "int8"
+
+    def code_values(self, codes: Array) -> F32:
+        return codes.astype(np.float32)
+
+    def nan_codes(self, codes: Array) -> Array:
+        return np.zeros((0, 1), bool)
+
+    def zero_codes(self, codes: Array) -> Array:
+        zero: Array = codes == 0
+        return zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +83,26 @@ class Int8(Codec):
         refuse_non_finite(decoded, weight)
         return EncodeStats(*error_and_norm(weight, decoded))
 
-    def adopts(self, form: Form) -> str | None:
-        if form.kind != INT8:
-            return f"{form}: not int8 codes"
-        if form.zero_points:
-            return f"{form}: zero points"
-        return None if form.per_channel or form.per_tensor else f"{form}: not a scale per row"
+    def takes(self, source: Reading, rows: int, columns: int) -> str | None:
+        words = source.described(rows, columns)
+        if not isinstance(source, Int8Source):
+            return f"{words}: not int8 codes"
+        if source.zero_points:
+            return f"{words}: zero points"
+        alike = source.per_channel(columns) or source.per_tensor(rows, columns)
+        return None if alike else f"{words}: not a scale per row"
 
     @plainly
-    def adopt(self, source: Quantised, out: Stored) -> bool:
+    def take(self, stored: Stored, source: Reading, rows: int, columns: int, out: Stored) -> bool:
         """False where a code is -128 or a scale is zero or subnormal: neither may stand in a container."""
-        scales = source.scales[source.grid_rows(), :1]
-        if (source.codes == -128).any() or (scales < SMALLEST_NORMAL).any():
+        assert isinstance(source, Int8Source)
+        codes, scales = stored["codes"], scale_values(stored["scales"], source.scale_dtype)
+        if (codes == -128).any() or (scales < SMALLEST_NORMAL).any():
             return False
-        out["codes"][...] = source.codes
-        out["scales"][...] = scales
+        out["codes"][...] = codes
+        out["scales"][...] = scales  # one alone is repeated
         if "row_sums" in out:
-            out["row_sums"][...] = source.codes.sum(axis=1, dtype=np.int32)
+            out["row_sums"][...] = codes.sum(axis=1, dtype=np.int32)
         return True
 
     @plainly
@@ -98,31 +124,34 @@ class Int8(Codec):
         return [codes, stored["scales"], sums]
 
     @plainly
-    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[str]:
+    def problems(self, stored: Stored, rows: int, columns: int) -> Iterator[Problem]:
         codes, scales = stored["codes"], stored["scales"]
         forbidden = codes == -128
         if forbidden.any():
             row, column = divmod(int(np.argmax(forbidden)), columns)
-            yield (
+            text = (
                 f"codes expected to be within -127..127, found {np.count_nonzero(forbidden)} of -128, "
                 f"the first at row {row}, column {column}"
             )
+            yield Problem.at(forbidden, "codes", "a code of -128", text)
         bad = ~(np.isfinite(scales) & (scales >= SMALLEST_NORMAL)).reshape(-1)
         if bad.any():
             row = int(np.argmax(bad))
-            yield (
+            text = (
                 f"scales expected to be finite, positive and normal, found {np.count_nonzero(bad)} that are not, "
                 f"the first {scales[row, 0]} at row {row}"
             )
+            yield Problem.at(bad[:, None], "scales", f"a scale of {scales[row, 0]}", text)
         if "row_sums" in stored:
             expected = codes.sum(axis=1, dtype=np.int32)
             wrong = stored["row_sums"] != expected
             if wrong.any():
                 row = int(np.argmax(wrong))
-                yield (
+                text = (
                     f"row sums expected to be the sums of the codes, found {np.count_nonzero(wrong)} that are not, "
                     f"the first {stored['row_sums'][row]} instead of {expected[row]} at row {row}"
                 )
+                yield Problem.at(wrong[:, None], "row_sums", f"a row sum of {stored['row_sums'][row]}", text)
 
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any]:
         stem = "_proj" if all(name.endswith("_proj") for name in facts.part_names) else ""
@@ -151,4 +180,4 @@ def _product(codes: Any, scales: Any) -> F32:
     return product
 
 
-ENCODINGS = (Int8,)
+ENCODINGS = (Int8, Int8Source)

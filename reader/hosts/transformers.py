@@ -19,7 +19,7 @@ from pagestone.formats.strict_json import brief
 from pagestone.reader import transformers_inside as inside
 from pagestone.reader.configs import require_family, understood, vocabulary_of
 from pagestone.reader.container import Container, Layer
-from pagestone.reader.dense import DenseTensors, decoded, dense_entries, dense_scales, dense_tensor, load_dense
+from pagestone.reader.dense import DenseTensors, decoded, dense_codes, dense_entries, dense_tensor, load_dense
 from pagestone.reader.errors import Closing
 from pagestone.reader.libraries import quiet, reason, require
 from pagestone.reader.model import (
@@ -242,17 +242,18 @@ def _dense_state(
     entries = dense.entries if dense is not None else {n: e for n, (_, e) in dense_entries(container).items()}
     names = inside.renamed(model, entries)
     used = {theirs: ours for theirs, ours in names.items() if ours in expected}
-    scales = dense_scales(used, entries, container.path)
+    codes = dense_codes(used, entries, container.path)
+    belonging = {name for matrix in codes.values() for name in matrix.names.values()}
     if dense is None:
         mode = "mmap" if store.mode == "mmap" else "direct"
-        dense = load_dense(container, {*used, *scales.values()}, mode, verify=verify)
-    host.ignored = sorted(names.keys() - used.keys() - set(scales.values()))
+        dense = load_dense(container, {*used, *belonging}, mode, verify=verify)
+    host.ignored = sorted(names.keys() - used.keys() - belonging)
     state = {}
     targets = _targets(model, host.dtype)
     for theirs, ours in sorted(used.items()):
         entry, target = dense.entries[theirs], targets[ours]
-        coded = theirs in scales
-        tensor = decoded(dense, theirs, scales[theirs]) if coded else dense_tensor(dense.arrays[theirs], entry)
+        coded = theirs in codes
+        tensor = decoded(dense, codes[theirs]) if coded else dense_tensor(dense.arrays[theirs], entry)
         if coded or tensor.dtype != target:
             host.casts.append(Cast(ours, entry.dtype, str(target).removeprefix("torch.")))
         state[ours] = tensor.to(host.context.device, target)

@@ -38,7 +38,7 @@ def read_all(checkpoint: Checkpoint, layer: LayerSource) -> dict[tuple[int, str]
     for expert in range(layer.count):
         arrays, _ = reader.read(layer, expert)
         for part, matrix in arrays.items():
-            found[expert, part] = to_f32(matrix.array, matrix.origin.tensor.dtype).copy()
+            found[expert, part] = to_f32(matrix.stored["codes"], matrix.origin.tensor.dtype).copy()
     files.close()
     return found
 

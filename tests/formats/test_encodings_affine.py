@@ -390,7 +390,7 @@ def test_problems_name_role_count_row_and_group():
     codec = encodings.get("q4")
     out, _ = encode(codec, np.ones((3, 128)))
     out["scales"][1, 1], out["scales"][2, 0], out["biases"][2, 1] = 0x7FC0, 0xFF80, 0x7F80
-    scales, biases = codec.problems(out, 3, 128)
+    scales, biases = map(str, codec.problems(out, 3, 128))
     assert "scales expected to be finite, found 2 that are not, the first nan at row 1, group 1" in scales
     assert "biases expected to be finite, found 1 that are not, the first inf at row 2, group 1" in biases
     out["scales"][:], out["biases"][:] = 0xBF80, 0x8001  # negative, and a subnormal bias: allowed

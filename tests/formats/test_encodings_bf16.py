@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.encodings import ConfigFacts
+from pagestone.formats.encodings.floats import F16
 from pagestone.formats.errors import NonFiniteError, RequestError
 
 BF16 = encodings.get("bf16")
@@ -108,7 +109,7 @@ def test_non_finite_is_counted_and_named(value, text):
 def test_problems_name_count_row_and_column():
     out, _ = encode(np.ones((3, 4)))
     out["codes"][1, 2], out["codes"][2, 3] = 0x7FC0, 0xFF80
-    (problem,) = BF16.problems(out, 3, 4)
+    (problem,) = map(str, BF16.problems(out, 3, 4))
     assert "found 2 of Inf or NaN, the first 0x7FC0 at row 1, column 2" in problem
 
 
@@ -117,7 +118,7 @@ def test_tensors_parameters_and_config():
     assert (codes.name, codes.suffix, codes.dtype, codes.shape) == ("codes", "weight", "BF16", (3, 5))
     assert len(BF16.roles(3, 5)) == 1
     assert BF16.parameters == {}
-    assert BF16.lossless_from == ("BF16",)
+    assert BF16.takes(BF16, 3, 5) is None and BF16.takes(F16(), 3, 5) and BF16.takes(encodings.get("int8"), 3, 5)
     assert BF16.quantization_config(ConfigFacts((), ((3, 5),))) is None
     with pytest.raises(RequestError):
         encodings.get("bf16", {"group_size": 64})

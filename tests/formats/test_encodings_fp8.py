@@ -184,7 +184,7 @@ def test_problems_name_count_row_and_column():
     out, _ = encode(np.ones((130, 129)))
     out["codes"][1, 2], out["codes"][129, 0] = 0x7F, 0xFF
     out["scales"][:] = f32_to_bf16(np.float32([[1, np.nan], [-1, 0]]))
-    forbidden, scales = FP8.problems(out, 130, 129)
+    forbidden, scales = map(str, FP8.problems(out, 130, 129))
     assert "found 2 of 0x7F or 0xFF (NaN), the first at row 1, column 2" in forbidden
     assert "found 3 that are not, the first nan at row 0, column 1 of the grid" in scales
 

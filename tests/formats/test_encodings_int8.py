@@ -121,7 +121,7 @@ def test_problems_name_count_row_and_column():
     out["codes"][1, 2] = out["codes"][2, 3] = -128
     out["scales"][:, 0] = [np.nan, 0.0, TINY / 2]
     out["row_sums"][0] += 1
-    forbidden, scales, sums = INT8.problems(out, 3, 4)
+    forbidden, scales, sums = map(str, INT8.problems(out, 3, 4))
     assert "found 2 of -128, the first at row 1, column 2" in forbidden
     assert "found 3 that are not, the first nan at row 0" in scales
     right = out["codes"][0].astype(int).sum()

@@ -15,9 +15,11 @@ from kits.quantised import Fp8Spec
 
 from pagestone.formats import encodings, floats, native, products, stats
 from pagestone.formats.dtypes import to_f32
+from pagestone.formats.encodings.fp8 import Fp8Source
+from pagestone.formats.encodings.int8 import Int8Source
+from pagestone.formats.encodings.scaled import Scaled, scale_values
 from pagestone.formats.errors import MachineError, NonFiniteError
 from pagestone.formats.floats import plain_floats, plainly
-from pagestone.formats.quantised import FP8, INT8, Form, Quantised, scale_values
 from pagestone.validate.verify import verify
 
 ISAS = native.available()
@@ -90,38 +92,38 @@ def test_what_is_wrong_is_wrong_there_too(codec):
     assert found == expected and bool(found) == (codec == "int8")
 
 
-def quantised(kind: str, scale: float, block: tuple[int, int]) -> Quantised:
+def quantised(kind: Scaled, scale: float) -> dict[str, np.ndarray]:
     codes = np.arange(128 * 128).reshape(128, 128) % 120
-    grid = -(-128 // block[0]), -(-128 // block[1])
-    codes = codes.astype(np.uint8 if kind == FP8 else np.int8)
-    return Quantised(Form(kind, 128, 128, block), codes, np.full(grid, scale, np.float32))
+    grid = {role.name: role.shape for role in kind.roles(128, 128)}["scales"]
+    codes = codes.astype(np.int8 if isinstance(kind, Int8Source) else np.uint8)
+    return {"codes": codes, "scales": np.full(grid, scale, np.float32)}
 
 
-FORMS = [(FP8, (128, 128)), (FP8, (1, 128)), (INT8, (1, 128)), (INT8, (128, 128))]
+FORMS = [Fp8Source((128, 128)), Fp8Source((1, 128)), Int8Source((1, 128)), Int8Source((128, 128))]
 
 
-@pytest.mark.parametrize(("kind", "block"), FORMS)
+@pytest.mark.parametrize("kind", FORMS, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_quantised_sources(codec, kind, block):
+def test_quantised_sources(codec, kind):
     """Subnormal scales are neither zero nor lost; a negative one is refused, however small."""
 
-    maker = encodings.get(codec).for_scales(["F32"])
+    maker = encodings.get(codec).for_sources([kind])
 
-    def made(matrix: Quantised) -> list[bytes]:
+    def made(matrix: dict[str, np.ndarray]) -> list[bytes]:
         out = maker.allocate(128, 128)
-        cost, kept = maker.encode_quantised(matrix, out)
-        facts = repr((cost, kept, matrix.zero_scales)).encode()
-        return [matrix.values().tobytes(), facts, *(a.tobytes() for a in out.values())]
+        cost, kept = maker.write(matrix, kind, 128, 128, out)
+        facts = repr((cost, kept, kind.zero_scales(matrix))).encode()
+        return [kind.values(matrix, 128, 128).tobytes(), facts, *(a.tobytes() for a in out.values())]
 
     for scale in (2.0**-149, 2.0**-130, 2.0**-126, 1.0):
-        matrix = quantised(kind, scale, block)
+        matrix = quantised(kind, scale)
         expected = made(matrix)
         with flushing():
             found = made(matrix)
         assert found == expected
-    matrix = quantised(kind, -(2.0**-149), block)
+    matrix = quantised(kind, -(2.0**-149))
     with flushing(), pytest.raises(NonFiniteError, match="a scale of -"):
-        matrix.values()
+        kind.require_sound(matrix, 128, 128)
 
 
 def test_scales_of_other_types():

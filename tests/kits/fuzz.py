@@ -39,10 +39,12 @@ from kits.quantised import Fp8Spec
 from pagestone.formats import encodings, native
 from pagestone.formats.digests import container_id, digest, layer_digest
 from pagestone.formats.dtypes import E4M3_VALUES
+from pagestone.formats.encodings.fp8 import Fp8Source
+from pagestone.formats.encodings.int8 import Int8Source
+from pagestone.formats.encodings.scaled import SCALE_DTYPES
 from pagestone.formats.errors import NonFiniteError, PagestoneError
 from pagestone.formats.layer_file import read_layer_file
 from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, read_experts, read_manifest
-from pagestone.formats.quantised import FP8, INT8, SCALE_DTYPES, Form, Quantised, scale_values
 from pagestone.formats.safetensors_header import read_header
 from pagestone.reader.configs import read_config
 from pagestone.reader.container import open_container
@@ -594,19 +596,16 @@ def _codes(bench: Bench, random: Random) -> None:
 def _scales(bench: Bench, random: Random) -> None:
     """Codes and scales of any bits from a quantised source: values, or the row and column of what is none."""
     bits = np.random.default_rng(random.randrange(2**32))
-    kind, dtype, block = (
-        pick(random, (FP8, INT8)),
-        pick(random, SCALE_DTYPES),
-        pick(random, ((32, 32), (1, 64), (64, 64))),
-    )
-    grid = -(-64 // block[0]), -(-64 // block[1])
+    dtype = pick(random, SCALE_DTYPES)
+    made = pick(random, (Fp8Source, Int8Source))
+    kind = made(pick(random, ((32, 32), (1, 64), (64, 64), (128, 128))), dtype, pick(random, (0, 0, 5)))
+    grid = kind.roles(64, 64)[1].shape
     width = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(dtype, "u1")
     raw = np.frombuffer(bits.bytes(grid[0] * grid[1] * np.dtype(width).itemsize), width).reshape(grid)
-    codes = np.frombuffer(bits.bytes(64 * 64), np.uint8 if kind == FP8 else np.int8).reshape(64, 64)
-    if random.randrange(2) and kind == FP8:
+    codes = np.frombuffer(bits.bytes(64 * 64), np.uint8 if made is Fp8Source else np.int8).reshape(64, 64)
+    if random.randrange(2) and made is Fp8Source:
         codes = np.where(np.isnan(E4M3_VALUES[codes]), 0, codes).astype(np.uint8)
-    with np.errstate(all="ignore"):
-        scales = np.abs(scale_values(raw, dtype))
-    matrix = Quantised(Form(kind, 64, 64, block, scale_dtype=dtype), codes, scales)
-    codec = encodings.get(pick(random, sorted(encodings.registry()))).for_scales([dtype])
-    judged(lambda: codec.encode_quantised(matrix, codec.allocate(64, 64)))
+    if random.randrange(2):  # without signs
+        raw = {"F32": np.abs, "F16": np.abs, "BF16": lambda bits: bits & np.uint16(0x7FFF)}.get(dtype, np.array)(raw)
+    codec = encodings.get(pick(random, sorted(encodings.registry()))).for_sources([kind])
+    judged(lambda: codec.write({"codes": codes, "scales": raw}, kind, 64, 64, codec.allocate(64, 64)))

@@ -15,7 +15,7 @@ from pagestone.convert.family import (
     no_dense_layers,
     sparse_step_dense_layers,
 )
-from pagestone.convert.foreign import ELEMENTS, TAILS
+from pagestone.formats.encodings.unread import ELEMENTS, TAILS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "specs" / "families.md").read_text()
