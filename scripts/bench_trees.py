@@ -4,10 +4,11 @@
     scripts/bench_trees.py --other before=../before/build/import [--layers 2] [--experts 16] [--rounds 5]
 
 The source has the shapes of Qwen3.6-35B-A3B (make_true_shape.py), few layers, few experts, a small vocabulary. Every
-measurement is a process of its own, on one thread; the states take turns in every round, because machines drift, and
-each reads the container it made. Of the rounds the least CPU seconds count, which other programs disturb least, and
-the median of wall seconds. A conversion and verify are counted whole, start and imports included; reading and products
-from after their imports. The work directory should lie on the disk that is to be measured; nothing is kept.
+measurement is a process of its own, on one thread; the states take turns in every round, because machines drift. Each
+finds the source in the page cache, and reads the container it made. Of the rounds the least CPU seconds count, which
+other programs disturb least, and the median of wall seconds. A conversion and verify are counted whole, start and
+imports included; reading and products from after their imports. The work directory should lie on the disk that is to
+be measured; nothing is kept.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def compare(trees: dict[str, str], codecs: list[str], source: Path, work: Path, 
                     "read": ["-c", READ, str(place)],
                     "multiply": ["-c", MULTIPLY, str(place)],
                 }
+                # one state leaves its source in the page cache, another does not
+                subprocess.run(["cat", *source.iterdir()], stdout=subprocess.DEVNULL, check=True)
                 for step, words in steps.items():
                     run(tree, words, found.setdefault(f"{step} {codec}", [Taken() for _ in trees])[at])
         for name in trees:
