@@ -28,8 +28,8 @@ Failure = Callable[..., PagestoneError]
 
 
 @dataclass(slots=True)
-class _Found:
-    """What was seen of one layer while walking the names."""
+class _LayerTensors:
+    """The tensors of one layer, by matrix (expert, part) or by fused tensor, and there by suffix."""
 
     prefix: str
     split: dict[tuple[int, str], Tensors] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundExperts:
+class RoutedExperts:
     """Every layer's routed experts in order (decoder layers, then MTP), names left out on purpose, and warnings."""
 
     layers: tuple[LayerSource, ...]
@@ -49,7 +49,7 @@ class FoundExperts:
     warnings: tuple[str, ...]
 
 
-def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
+def find_layers(checkpoint: Checkpoint, family: Family) -> RoutedExperts:
     """Sort the checkpoint's expert tensors into layers.
 
     Raises `DataError` for a name below an experts module that the family does not claim, a missing part or expert, a
@@ -64,35 +64,37 @@ def find_layers(checkpoint: Checkpoint, family: Family) -> FoundExperts:
             remedy="download config.json again",
         )  # fmt: skip
     activations: set[str] = set()
-    found = _walk(checkpoint, family, depth, activations)
-    if not found:
+    by_layer = _walk(checkpoint, family, depth, activations)
+    if not by_layer:
         raise RequestError(
             f"routed experts of the family {family.name} expected, found none in {len(checkpoint.tensors)} tensors",
             code="E0502", file=checkpoint.path, remedy="convert a Mixture-of-Experts checkpoint",
         )  # fmt: skip
     dense = family.dense_layers(config)
-    missing = [n for n in range(depth) if n not in dense and ("layers", n) not in found]
+    missing = [n for n in range(depth) if n not in dense and ("layers", n) not in by_layer]
     if missing:
         raise DataError(
             f"{depth - len(dense)} MoE layers expected from config.json, found {depth - len(dense) - len(missing)}; "
             f"layer {missing[0]} is the first without experts",
             code="E0503", file=checkpoint.path, remedy="download the missing shards, or correct config.json",
         )  # fmt: skip
-    _check_mtp(checkpoint, family, found, depth)
+    _check_mtp(checkpoint, family, by_layer, depth)
     warnings: list[str] = []
-    layers = tuple(_layer(checkpoint, family, key, found[key], warnings) for key in sorted(found))
+    layers = tuple(_layer(checkpoint, family, key, by_layer[key], warnings) for key in sorted(by_layer))
     warnings += check_sizes(checkpoint, family, layers, depth)
-    return FoundExperts(layers, frozenset(activations), tuple(warnings))
+    return RoutedExperts(layers, frozenset(activations), tuple(warnings))
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[str]) -> dict[tuple[str, int], _Found]:
+def _walk(
+    checkpoint: Checkpoint, family: Family, depth: int, activations: set[str]
+) -> dict[tuple[str, int], _LayerTensors]:
     """Sort every tensor below an experts module into its layer."""
     roots = dict.fromkeys(family.decoders, "layers") | dict.fromkeys(family.mtp, "mtp")
     layer = re.compile(rf"({'|'.join(map(re.escape, roots))})\.{ID}\.(.+)")
-    found: dict[tuple[str, int], _Found] = {}
+    by_layer: dict[tuple[str, int], _LayerTensors] = {}
     known = encodings.suffixes() | {BIAS, *ACTIVATION_SUFFIXES}
     for name, tensor in checkpoint.tensors.items():
         if family.markers.isdisjoint(name.split(".")):
@@ -110,7 +112,7 @@ def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[s
                 )  # fmt: skip
             block, number = "mtp", number - depth
         prefix = f"{match[1]}.{match[2]}.{family.experts}"
-        entry = found.setdefault((block, number), _Found(prefix))
+        entry = by_layer.setdefault((block, number), _LayerTensors(prefix))
         if entry.prefix != prefix:
             raise DataError(
                 f"layer {number} stands under {entry.prefix} and under {prefix}", code="E0506",
@@ -127,13 +129,15 @@ def _walk(checkpoint: Checkpoint, family: Family, depth: int, activations: set[s
                 file=checkpoint.path / tensor.file, tensor=name, remedy="remove one of the two copies",
             )  # fmt: skip
         group[suffix] = tensor
-    return found
+    return by_layer
 
 
-def _check_mtp(checkpoint: Checkpoint, family: Family, found: dict[tuple[str, int], _Found], depth: int) -> None:
+def _check_mtp(
+    checkpoint: Checkpoint, family: Family, by_layer: dict[tuple[str, int], _LayerTensors], depth: int
+) -> None:
     """Blocks of multi-token prediction are numbered from 0 without a hole, and are no more than the config announces:
     else a decoder layer that the config forgot would pass for one."""
-    numbers = sorted(number for block, number in found if block == "mtp")
+    numbers = sorted(number for block, number in by_layer if block == "mtp")
     announced = whole(checkpoint.text_config, family.mtp_field)
     for want, number in enumerate(numbers):
         if number == want and (announced is None or number < announced):
@@ -142,7 +146,7 @@ def _check_mtp(checkpoint: Checkpoint, family: Family, found: dict[tuple[str, in
         raise DataError(
             f"experts in {depth} decoder layers, then in blocks of multi-token prediction 0, 1, ..., {said}, expected "
             f"from config.json; found block {number} " + ("beyond them" if number == want else f"without block {want}"),
-            code="E0505", file=checkpoint.path / "config.json", tensor=found["mtp", number].prefix,
+            code="E0505", file=checkpoint.path / "config.json", tensor=by_layer["mtp", number].prefix,
             remedy="correct num_hidden_layers in config.json, or download the missing shards",
         )  # fmt: skip
 
@@ -187,21 +191,21 @@ def _unclaimed(checkpoint: Checkpoint, family: Family, tensor: SourceTensor) -> 
 
 
 def _layer(
-    checkpoint: Checkpoint, family: Family, key: tuple[str, int], found: _Found, warnings: list[str]
+    checkpoint: Checkpoint, family: Family, key: tuple[str, int], tensors: _LayerTensors, warnings: list[str]
 ) -> LayerSource:
     def fail(message: str, code: str, tensor: SourceTensor | None, remedy: str) -> PagestoneError:
         file = checkpoint.path if tensor is None else checkpoint.path / tensor.file
-        name = found.prefix if tensor is None else tensor.name
+        name = tensors.prefix if tensor is None else tensor.name
         kind = RequestError if code == UNREAD else DataError
         return kind(message, code=code, file=file, tensor=name, remedy=remedy)
 
-    if found.split and found.fused:
-        first = next(iter(next(iter(found.fused.values())).values()))
+    if tensors.split and tensors.fused:
+        first = next(iter(next(iter(tensors.fused.values())).values()))
         raise fail(
             "this layer holds fused and per-expert tensors at once", "E0507", first, "remove one of the two copies"
         )
     claims = Claims(checkpoint.config)
-    layer = (_fused if found.fused else _split)(family, key, found, claims, fail)
+    layer = (_fused if tensors.fused else _split)(family, key, tensors, claims, fail)
     _check_count(checkpoint, family, layer, fail, warnings)
     return layer
 
@@ -221,8 +225,8 @@ def _claim(claims: Claims, group: Tensors, shapes: dict[str, Tensor], fail: Fail
     raise fail(answer.message, answer.code, group[answer.suffix], REMEDIES.get(answer.code, DOWNLOAD))
 
 
-def _split(family: Family, key: tuple[str, int], found: _Found, claims: Claims, fail: Failure) -> LayerSource:
-    ids = sorted({expert for expert, _ in found.split})
+def _split(family: Family, key: tuple[str, int], tensors: _LayerTensors, claims: Claims, fail: Failure) -> LayerSource:
+    ids = sorted({expert for expert, _ in tensors.split})
     for want, have in enumerate(ids):
         if want != have:
             message = f"expert {want} is missing: experts 0 to {ids[-1]} expected, found {len(ids)}"
@@ -230,18 +234,18 @@ def _split(family: Family, key: tuple[str, int], found: _Found, claims: Claims, 
     names, weights = dict(zip(PARTS, family.parts, strict=True)), encodings.codes_suffixes()
     for expert in ids:
         for part in PARTS:
-            if not any(name in found.split.get((expert, part), {}) for name in weights):
+            if not any(name in tensors.split.get((expert, part), {}) for name in weights):
                 raise fail(f"expert {expert} lacks {names[part]}.{weights[0]}", "E0508", None, INCOMPLETE)
-    biases = {(key, BIAS in group) for key, group in found.split.items()}
+    biases = {(key, BIAS in group) for key, group in tensors.split.items()}
     if len({has for _, has in biases}) > 1:
         raise fail("some matrices of this layer have a bias and some have none", "E0508", None, INCOMPLETE)
     made = {
         place: _claim(claims, group, facts({n: t for n, t in group.items() if n != BIAS}), fail)
-        for place, group in found.split.items()
+        for place, group in tensors.split.items()
     }
-    bias = found.split[0, "down"].get(BIAS)
+    bias = tensors.split[0, "down"].get(BIAS)
     shape = ExpertShape(made[0, "down"].rows, made[0, "down"].columns, None if bias is None else bias.dtype)
-    for (expert, part), group in found.split.items():
+    for (expert, part), group in tensors.split.items():
         claim = made[expert, part]
         if (claim.rows, claim.columns) != shape.matrix(part):
             tensor = group[claim.suffixes[CODES]]
@@ -250,14 +254,14 @@ def _split(family: Family, key: tuple[str, int], found: _Found, claims: Claims, 
                 "download the checkpoint again: this expert does not belong to the layer",
             )  # fmt: skip
         _check_bias(group, (shape.matrix(part)[0],), shape, fail)
-    return LayerSource(*key, found.prefix, len(ids), shape, family.parts, groups=found.split, claims=made)
+    return LayerSource(*key, tensors.prefix, len(ids), shape, family.parts, groups=tensors.split, claims=made)
 
 
-def _fused(family: Family, key: tuple[str, int], found: _Found, claims: Claims, fail: Failure) -> LayerSource:
+def _fused(family: Family, key: tuple[str, int], tensors: _LayerTensors, claims: Claims, fail: Failure) -> LayerSource:
     assert family.fused is not None
     holding = []
     for part in ("gate_up", "down"):
-        group = found.fused.get(part, {})
+        group = tensors.fused.get(part, {})
         tensor = next((group[n] for n in encodings.codes_suffixes() if n in group), None)
         if tensor is None:
             raise fail(f"the fused {part} tensor of this layer is missing", "E0508", None, INCOMPLETE)
@@ -269,7 +273,7 @@ def _fused(family: Family, key: tuple[str, int], found: _Found, claims: Claims, 
         holding.append(tensor)
     wide, tall = holding
     count = wide.shape[0]
-    made = {place: _fused_claim(claims, group, count, fail) for place, group in found.fused.items()}
+    made = {place: _fused_claim(claims, group, count, fail) for place, group in tensors.fused.items()}
     down = (made["down"].rows, made["down"].columns)
     gate_up = (made["gate_up"].rows, made["gate_up"].columns)
     fused = family.fused
@@ -278,7 +282,7 @@ def _fused(family: Family, key: tuple[str, int], found: _Found, claims: Claims, 
                       if gate_up == _wide_shape(f, down)), fused)  # fmt: skip
     for place, claim in made.items():
         if claim.encoding.plain is None and (fused.transposed or fused.interleaved):
-            other = next(t for n, t in found.fused[place].items() if n != claim.suffixes[CODES])
+            other = next(t for n, t in tensors.fused[place].items() if n != claim.suffixes[CODES])
             raise fail("a transposed or interleaved fused tensor with scales is not read", UNREAD, other,
                        REMEDIES[UNREAD])  # fmt: skip
     hidden, intermediate = down[::-1] if fused.transposed else down
@@ -288,13 +292,13 @@ def _fused(family: Family, key: tuple[str, int], found: _Found, claims: Claims, 
             f"{[count, *wanted]} expected beside {tall.name} {list(tall.shape)}, found {list(wide.shape)}", "E0510",
             wide, "download the checkpoint again: the two tensors do not belong together",
         )  # fmt: skip
-    if (BIAS in found.fused["gate_up"]) != (BIAS in found.fused["down"]):
+    if (BIAS in tensors.fused["gate_up"]) != (BIAS in tensors.fused["down"]):
         raise fail("one of the two fused tensors has a bias, the other has none", "E0508", None, INCOMPLETE)
-    bias = found.fused["down"].get(BIAS)
+    bias = tensors.fused["down"].get(BIAS)
     shape = ExpertShape(hidden, intermediate, None if bias is None else bias.dtype)
-    _check_bias(found.fused["gate_up"], (count, 2 * intermediate), shape, fail)
-    _check_bias(found.fused["down"], (count, hidden), shape, fail)
-    return LayerSource(*key, found.prefix, count, shape, family.parts, fused, found.fused, made)
+    _check_bias(tensors.fused["gate_up"], (count, 2 * intermediate), shape, fail)
+    _check_bias(tensors.fused["down"], (count, hidden), shape, fail)
+    return LayerSource(*key, tensors.prefix, count, shape, family.parts, fused, tensors.fused, made)
 
 
 def _fused_claim(claims: Claims, group: Tensors, count: int, fail: Failure) -> Claim:
