@@ -52,6 +52,11 @@ def require_model_type(model_type: Any) -> None:
         )
 
 
+def release_of(package: str) -> tuple[int, int]:
+    """Major and minor number of an installed package."""
+    return _release(importlib.metadata.version(package))
+
+
 def _release(version: str) -> tuple[int, int]:
     """Major and minor number; (0, 0) for what is no version."""
     match = re.match(r"(\d+)\.(\d+)", version)
