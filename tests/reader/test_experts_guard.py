@@ -179,6 +179,9 @@ def test_instances_that_are_not_their_class() -> None:
         theirs = mixtral()
         setattr(theirs, flag, value)
         refused(theirs, flag)
+    theirs = mixtral()
+    del theirs.is_concatenated  # which every release that is allowed gives them
+    refused(theirs, "is_concatenated is None")
 
 
 @pytest.mark.parametrize("word", ["prelu", "xielu", "leaky_relu", "sqrtsoftplus"])

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kits.conversions import prepare
 from kits.hosts import SumModel, Sums
 from kits.inference import Workshop, flip
 
+from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
 from pagestone.reader import hosts, session
 from pagestone.reader.container import open_container
@@ -220,6 +222,20 @@ def test_what_a_session_refuses(directory: Path, sums: Sums, options: dict[str, 
     """All of it when it is opened, by whoever opens one."""
     with pytest.raises(RequestError, match=code):
         Session(directory, SessionOptions(**({"host": "sums"} | options)))
+
+
+def test_what_no_model_can_be_made_of(tiny: Path, tmp_path: Path, sums: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial containers, and hosts that lack a library: refused when the session is opened, whatever the host."""
+    prepare(tiny, tmp_path / "part", encodings.get("int8"), workers=1, layers=(1, 3))
+    with pytest.raises(RequestError, match=r"layers 1 to 2 .*E1222"):
+        Session(tmp_path / "part", SessionOptions(host="sums"))
+
+    def lacks() -> None:
+        raise RequestError("a library is needed", code="E1220")
+
+    monkeypatch.setattr(sums, "require", lacks, raising=False)
+    with pytest.raises(RequestError, match="E1220"):
+        Session(tmp_path / "part", SessionOptions(host="sums"))
 
 
 def test_what_is_said_of_a_model(directory: Path, sums: Sums) -> None:
