@@ -15,12 +15,14 @@ from pagestone.formats.errors import MachineError, RequestError
 from pagestone.formats.storage import UNSUPPORTED, LocalDirectory, Place, Side, SystemErrors, named
 
 LOCKS, DIRECT, RESERVE, SYNC, SPACE = "locks", "direct writes", "reserving space", "syncing directories", "free space"
+MODES = "modes"
 LACKS = {
     LOCKS: "no locks here: make sure yourself that no second conversion works in this directory",
     DIRECT: "no direct writes here: files go through the page cache, which is slower and no less safe",
     RESERVE: "no space can be reserved here: a full disk shows only while files are written",
     SYNC: "directories cannot be synced here: a power cut soon after the end may undo the publication; "
     "the same command then does it again",
+    MODES: "modes of files cannot be set here: a side file may be readable by more people than the source's is",
     SPACE: "the file system does not say how much space is free: that was not checked in advance",
 }
 """Services a file system may lack, and what the user is told then."""

@@ -6,6 +6,7 @@ on how many there are. What is in memory is workers x (one expert in + one recor
 
 from __future__ import annotations
 
+import errno
 import stat
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import machine_errors, write_durably
+from pagestone.convert.machine import MODES, UNSUPPORTED, machine_errors, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles
@@ -126,7 +127,7 @@ def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -
             with machine_errors(work.file(name), "writing a file"):
                 write_durably(work.file(name), data, work.lacks)
                 if name == CONFIG:
-                    narrow(work.file(name), plan.checkpoint.path / name)
+                    narrow(work.file(name), plan.checkpoint.path / name, work.lacks)
                 stamp = stamp_of(work.file(name).stat())
                 work.record(FinishedFile(name, len(data), digest(data).hex(), stamp=stamp))
     shared = _Shared(plan, work, SourceFiles(plan.checkpoint.path), progress)
@@ -249,7 +250,7 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
     with machine_errors(path, "copying a side file"):
         writer = StreamWriter(path, nbytes, shared.work.lacks)
         try:
-            narrow(path, shared.plan.checkpoint.path / name)
+            narrow(path, shared.plan.checkpoint.path / name, shared.work.lacks)
             for start in range(0, nbytes, CHUNK):
                 if shared.stop.is_set():
                     return
@@ -263,8 +264,18 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
             writer.close()
 
 
-def narrow(path: Path, source: Place) -> None:
-    """Take from a file's mode what its source's does not have: who may not read the one may not read the other."""
+def narrow(path: Path, source: Place, lacks: set[str]) -> None:
+    """Take from a file's mode what its source's does not have: who may not read the one may not read the other.
+
+    `lacks` gets MODES if the file system cannot; a mode that is narrow enough is not set.
+    """
     mode = source.mode()
-    if mode is not None:
-        path.chmod(stat.S_IMODE(path.stat().st_mode) & mode | stat.S_IRUSR)
+    own = stat.S_IMODE(path.stat().st_mode)
+    if mode is None or own == (wanted := own & mode | stat.S_IRUSR):
+        return
+    try:
+        path.chmod(wanted)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.EPERM}:
+            raise
+        lacks.add(MODES)

@@ -154,7 +154,10 @@ def no_container(root: Path) -> RequestError:
             remedy="run the same prepare command again: it only moves the files, and does not need the source",
         )
     unfinished = (root / PARTIAL).is_dir()
-    found = "an unfinished conversion" if unfinished else "none" if root.is_dir() else "no such directory"
+    if unfinished:
+        found = "an unfinished conversion"
+    else:
+        found = "none" if root.is_dir() else "a file" if root.exists() else "no such directory"
     return RequestError(
         f"a container with {MANIFEST} expected, found {found}",
         code="E0331",

@@ -40,7 +40,7 @@ def whole_number(value: Any, what: str) -> int:
         return operator.index(value)
     except (TypeError, RuntimeError):
         raise IdTypeError(
-            f"the number of an {what} as an integer expected, found {_named(value)}",
+            f"the number of {'an' if what[0] in 'aeiou' else 'a'} {what} as an integer expected, found {_named(value)}",
             code="E1219",
             remedy="give an int, or an integer of NumPy or torch",
         ) from None

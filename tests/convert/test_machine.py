@@ -126,6 +126,21 @@ def test_errors_of_services_are_errors(source, tmp_path, monkeypatch, what):
     assert not (tmp_path / "o" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("number", [E.EPERM, E.ENOSYS, E.EOPNOTSUPP])
+def test_modes_that_cannot_be_set(source, tmp_path, monkeypatch, number):
+    """Only where one is wider than the source's, and then the user is told; anything else is an error."""
+    monkeypatch.setattr(Path, "chmod", fail(number))
+    assert run(source, tmp_path / "plain").warnings == ()
+    os.chmod(source / "tokenizer.json", 0o600)  # noqa: PTH101 - that of Path fails here
+    try:
+        assert run(source, tmp_path / "o").warnings == (LACKS[machine.MODES],)
+        monkeypatch.setattr(Path, "chmod", fail(E.EIO))
+        with pytest.raises(MachineError, match=r"tokenizer\.json"):
+            run(source, tmp_path / "broken")
+    finally:
+        os.chmod(source / "tokenizer.json", 0o644)  # noqa: PTH101 - that of Path fails here
+
+
 def test_a_plan_where_free_space_is_not_known(source, tmp_path, monkeypatch):
     """The plan says so too, and gives null to programs."""
     plan = plan_for(Request(source, encodings.get("int8")), tmp_path / "o")

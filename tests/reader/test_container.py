@@ -327,6 +327,9 @@ def test_there_is_no_such_expert(container, number):
 def test_no_directory(tmp_path):
     with pytest.raises(RequestError, match="no such directory"):
         open_container(tmp_path / "nothing")
+    (tmp_path / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(RequestError, match="found a file"):
+        open_container(tmp_path / "manifest.json")
 
 
 def test_a_directory_without_a_manifest(tmp_path):

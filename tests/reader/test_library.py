@@ -70,6 +70,7 @@ def test_what_is_no_number(container: Container, number: Any) -> None:
         with pytest.raises(TypeError) as error:
             ask()
         typed(error.value, "E1219", RequestError, TypeError)
+        assert "number of a layer" in str(error.value) or "number of an expert" in str(error.value)
     for way in WAYS:
         with store_of(container, way) as store:
             for layer_number, wanted in ((number, [1]), (1, [number]), (1, [0, number, 1])):
