@@ -22,7 +22,7 @@ from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import MODES, UNSUPPORTED, machine_errors, write_durably
+from pagestone.convert.machine import MODES, machine_errors, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles
@@ -31,7 +31,7 @@ from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, LayerLayout
-from pagestone.formats.storage import Place, page_buffer, stamp_of
+from pagestone.formats.storage import UNSUPPORTED, Place, page_buffer, stamp_of
 
 ALL_ZERO = "all zero: "
 """How the note begins that a dense matrix, whose name follows, holds nothing but zeros."""

@@ -13,6 +13,7 @@ it is mapped changes the views or ends the process (SIGBUS): mapping promises no
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, PAIR, LayerFile, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
-from pagestone.formats.manifest import EXPERTS, MANIFEST, LayerEntry, Manifest, no_container, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, no_container, read_manifest
 from pagestone.formats.storage import place_of
 from pagestone.reader.errors import Closing, expert_number, layer_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
@@ -435,14 +436,32 @@ def _open(root: Path) -> Container:
     return Container(root, manifest)
 
 
+DECIDES = re.compile(
+    r".*\.jinja|(generation_config|chat_template|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
+    r"|(\w+_)?(pre)?processor_config)\.json|(merges|vocab)\.txt|.*\.(model|tiktoken)"
+)
+"""Names of what the libraries that run a model read beside config.json and the weights, if it is there."""
+
+
 def open_to_run(path: str | os.PathLike[str]) -> Container:
     """`open_container`, and every side file is what the manifest says it is: for whoever runs the model.
 
     config.json, the tokenizer, the chat template and generation_config.json decide what a model answers, and one bit
     of them changes every answer. They are small, so all files but tensors and `experts.parquet` (whose digests are
-    checked as they are used) are compared with their digests. Raises `DataError` (E1216) besides.
+    checked as they are used) are compared with their digests. A file of those kinds that the manifest does not list
+    would decide as well, unseen. Raises `DataError` (E1216) besides.
     """
     container = open_container(path)
+    here = (p for where in (container.path, container.path / TEMPLATES) if where.is_dir() for p in where.iterdir())
+    for file in sorted(here):
+        name = file.relative_to(container.path).as_posix()
+        if DECIDES.fullmatch(file.name) and name not in container.manifest.files and file.is_file():
+            raise DataError(
+                "a file that the manifest lists expected, found one that is not the container's, and changes answers",
+                code="E1216",
+                file=file,
+                remedy="move it away; a changed config or template is converted again with the checkpoint",
+            )
     for name, known in container.manifest.files.items():
         if name == EXPERTS or name.endswith(".safetensors"):
             continue

@@ -54,6 +54,20 @@ def test_one_bit_of_any_side_file(root: Path, name: str) -> None:
     open_to_run(root)
 
 
+@pytest.mark.parametrize("name", [
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "other.jinja", "vocab.json", "merges.txt",
+    "tokenizer.model", "preprocessor_config.json", "additional_chat_templates/default.jinja",
+])  # fmt: skip
+def test_a_file_that_is_not_the_containers(root: Path, name: str) -> None:
+    """What a tokenizer or a template would be read from too is refused; notes of the user are not."""
+    (root / "notes.json").write_text("{}")
+    open_to_run(root)
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text("{}")
+    with pytest.raises(DataError, match=rf"{name}: .*not the container's.*E1216"):
+        open_to_run(root)
+
+
 @pytest.mark.parametrize("io", ["direct", "mmap", "resident"])
 @pytest.mark.parametrize("name", ["run", "chat", "verify-logits", "compare"])
 def test_every_command_that_runs_a_model(
