@@ -26,12 +26,12 @@ from pagestone.convert.machine import MODES, machine_errors, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles
-from pagestone.convert.writing import CHUNK, OutputFile, StreamWriter
+from pagestone.convert.writing import OutputFile, StreamWriter
 from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError
 from pagestone.formats.layout import PARTS, LayerLayout
-from pagestone.formats.storage import UNSUPPORTED, Place, page_buffer, stamp_of
+from pagestone.formats.storage import PIECE, UNSUPPORTED, Place, page_buffer, stamp_of
 
 ALL_ZERO = "all zero: "
 """How the note begins that a dense matrix, whose name follows, holds nothing but zeros."""
@@ -182,7 +182,7 @@ def _tasks(shared: _Shared) -> Iterator[Task]:
 
 def _worker(shared: _Shared, tasks: Iterator[Task], source_room: int, record_room: int) -> None:
     hands = _Hands(
-        ExpertReader(shared.files, source_room), memoryview(page_buffer(record_room)), memoryview(page_buffer(CHUNK))
+        ExpertReader(shared.files, source_room), memoryview(page_buffer(record_room)), memoryview(page_buffer(PIECE))
     )
     try:
         while not shared.stop.is_set():
@@ -251,10 +251,10 @@ def _copy_file(shared: _Shared, name: str, nbytes: int, hands: _Hands) -> None:
         writer = StreamWriter(path, nbytes, shared.work.lacks)
         try:
             narrow(path, shared.plan.checkpoint.path / name, shared.work.lacks)
-            for start in range(0, nbytes, CHUNK):
+            for start in range(0, nbytes, PIECE):
                 if shared.stop.is_set():
                     return
-                piece = hands.chunk[: min(CHUNK, nbytes - start)]
+                piece = hands.chunk[: min(PIECE, nbytes - start)]
                 shared.files.read_into(name, start, piece)
                 writer.append(piece)
                 shared.done(len(piece))

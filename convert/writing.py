@@ -14,9 +14,8 @@ from pathlib import Path
 from pagestone.convert.machine import DIRECT, RESERVE
 from pagestone.formats.digests import Hasher
 from pagestone.formats.layout import PAGE, align_up
-from pagestone.formats.storage import UNSUPPORTED, Stamp, named, page_buffer, stamp_of
+from pagestone.formats.storage import PIECE, UNSUPPORTED, Stamp, named, page_buffer, stamp_of
 
-CHUNK = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -104,7 +103,7 @@ class StreamWriter:
 
     def __init__(self, path: Path, nbytes: int, lacks: set[str]) -> None:
         self._file = OutputFile(path, nbytes, lacks)
-        self._buffer = memoryview(page_buffer(CHUNK))
+        self._buffer = memoryview(page_buffer(PIECE))
         self._fill = 0
         self._offset = 0
         self._hasher = Hasher()
@@ -120,11 +119,11 @@ class StreamWriter:
         self._hasher.update(view)
         done = 0
         while done < len(view):
-            take = min(CHUNK - self._fill, len(view) - done)
+            take = min(PIECE - self._fill, len(view) - done)
             self._buffer[self._fill : self._fill + take] = view[done : done + take]
             self._fill += take
             done += take
-            if self._fill == CHUNK:
+            if self._fill == PIECE:
                 self._flush()
 
     def _flush(self) -> None:

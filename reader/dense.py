@@ -25,7 +25,7 @@ from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file,
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 4 << 20
+READ_AT_ONCE = 4 << 20
 """Bytes: dense files are read in pieces of this size."""
 ALIGNMENT = 64
 """Bytes: where a dense tensor begins in memory."""
@@ -128,12 +128,12 @@ def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -
 
 
 def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(private_buffer(CHUNK))
+    buffer = memoryview(private_buffer(READ_AT_ONCE))
     offset = 0
     while got := file.read_into(buffer, offset):
         yield offset, buffer[:got]
         offset += got
-        if got < CHUNK:
+        if got < READ_AT_ONCE:
             return
 
 

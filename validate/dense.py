@@ -18,10 +18,8 @@ from pagestone.formats.encodings import Codec, ConfigFacts
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import read_header
-from pagestone.formats.storage import place_of
+from pagestone.formats.storage import PIECE, place_of
 from pagestone.validate.findings import ERROR, Finding, of_error
-
-CHUNK = 1 << 20
 
 
 def check_dense_tensors(root: Path, manifest: Manifest, codec: Codec, dense: list[str]) -> Iterator[Finding]:
@@ -51,7 +49,7 @@ def check_dense_tensors(root: Path, manifest: Manifest, codec: Codec, dense: lis
     try:
         for codes in (t for t in sorted_tensors if t.kept):
             try:
-                for _ in pieces(files, codes, memoryview(bytearray(CHUNK))):
+                for _ in pieces(files, codes, memoryview(bytearray(PIECE))):
                     pass
             except PagestoneError as error:
                 message = f"{codes.name}: {error.message}"

@@ -340,7 +340,7 @@ def test_copying_stops(tiny, tmp_path, what):
         hands = pipeline._Hands(pipeline.ExpertReader(files, 1), memoryview(bytearray(1)), memoryview(bytearray(64)))
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pipeline, "CHUNK", 64)
+                patch.setattr(pipeline, "PIECE", 64)
                 if what == "dense":
                     pipeline._copy_dense(shared, plan.dense[0], hands)
                 else:
