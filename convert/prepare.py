@@ -36,15 +36,16 @@ from pagestone.convert.unchanged import require_unchanged, small_digests, used_s
 from pagestone.formats.digests import Hasher
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
-from pagestone.formats.layout import PARTS, layer_entries
+from pagestone.formats.layout import CODES, PARTS, layer_entries
 from pagestone.formats.manifest import (
-    COLUMNS,
     EXPERTS,
     MANIFEST,
     PARTIAL,
     FileDigest,
     LayerEntry,
     Manifest,
+    columns_for,
+    places,
     write_experts,
 )
 from pagestone.formats.storage import named, place_of
@@ -281,7 +282,7 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
     raw = work.file(EXPERTS)
     raw.unlink(missing_ok=True)
     with named(raw):
-        write_experts(raw, expert_columns(plan, work.finished))
+        write_experts(raw, expert_columns(plan, work.finished), table_columns(plan))
         with raw.open("rb") as handle:
             os.fsync(handle.fileno())
     files = {
@@ -308,10 +309,15 @@ def _sha256(path: Path) -> bytes:
     return hasher.digest()
 
 
+def table_columns(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The columns of experts.parquet: all layers have the same roles."""
+    return columns_for(plan.layers[0].file.layout().record.roles)
+
+
 def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:
     """The columns of experts.parquet, a layer at a time: one row for every matrix, in order of expert and part."""
     for target in plan.layers:
-        columns: dict[str, list[Any]] = {name: [] for name, _ in COLUMNS}
+        columns: dict[str, list[Any]] = {name: [] for name, _ in table_columns(plan)}
         file, layout, done = target.file, target.file.layout(), finished[target.name]
         names = (e[0] for e in layer_entries(layout.record, file.count, file.prefix, file.part_names))
         by_slot = {}
@@ -319,17 +325,12 @@ def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator
             for slot in layout.record.slots:
                 by_slot[slot.part, slot.role] = next(names)
             for number, part in enumerate(PARTS):
-                codes = layout.record.slot(part, "codes")
-                scales = next((s for s in layout.record.of_part(part) if s.role == "scales"), None)
-                start = layout.record_offset(expert)
                 rows, cols = file.shape.matrix(part)
                 row = {
                     "file": target.name, "block": file.block, "layer": file.layer, "expert": expert, "part": part,
-                    "tensor": by_slot[part, "codes"], "rows": rows, "columns": cols,
-                    "record_offset": start, "record_bytes": layout.stride, "record_xxh3_128": done.records[expert],
-                    "codes_offset": start + codes.offset, "codes_bytes": codes.nbytes,
-                    "scales_offset": None if scales is None else start + scales.offset,
-                    "scales_bytes": None if scales is None else scales.nbytes,
+                    "tensor": by_slot[part, CODES], "rows": rows, "columns": cols,
+                    "record_offset": layout.record_offset(expert), "record_bytes": layout.stride,
+                    "record_xxh3_128": done.records[expert], **places(layout, expert, part),
                     "squared_error": done.stats[expert][2 * number], "squared_norm": done.stats[expert][2 * number + 1],
                 }  # fmt: skip
                 for name, value in row.items():

@@ -110,6 +110,11 @@ class RecordLayout:
         raise KeyError((part, role))
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The encoding's roles that lie in the record, in order."""
+        return tuple(dict.fromkeys(s.role for s in self.slots if s.part is not None and s.role != BIAS))
+
+    @property
     def offsets(self) -> dict[tuple[str, str], int]:
         """Bytes from the record's start, by (part, role)."""
         return {(slot.part, slot.role): slot.offset for slot in self.slots if slot.part is not None}

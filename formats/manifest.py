@@ -13,7 +13,7 @@ from pagestone.formats import strict_json
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
-from pagestone.formats.layout import PAGE, PARTS
+from pagestone.formats.layout import PAGE, PARTS, LayerLayout
 from pagestone.formats.parquet_pages import footer_bytes, row_groups, unfolded_bytes
 from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.formats.strict_json import MAX_NODES, brief
@@ -282,22 +282,48 @@ COLUMNS = (
 """Columns of experts.parquet: a row a matrix. Offsets are absolute in `file`, in bytes; scales null if none."""
 
 
-def write_experts(path: str | os.PathLike[str], groups: Iterable[Mapping[str, Sequence[Any]]]) -> None:
-    """Write experts.parquet; every item of `groups` (equally long columns, see `COLUMNS`) becomes a row group.
+LISTED, UNLISTED = ("codes", "scales"), ("biases",)
+"""Roles that have columns in every table; those that have none."""
+
+
+def columns_for(roles: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """`COLUMNS`, and before the statistics `<role>_offset` and `<role>_bytes` of every other role of a record."""
+    others = [role for role in roles if role not in LISTED + UNLISTED]
+    added = tuple((f"{role}_{what}", "int64") for role in others for what in ("offset", "bytes"))
+    return COLUMNS[:-2] + added + COLUMNS[-2:]
+
+
+def places(layout: LayerLayout, expert: int, part: str) -> dict[str, int | None]:
+    """Where every stored tensor of a matrix lies, by the names of its columns; None for a role it has not."""
+    start, slots = layout.record_offset(expert), {slot.role: slot for slot in layout.record.of_part(part)}
+    found: dict[str, int | None] = {}
+    for role in dict.fromkeys((*LISTED, *layout.record.roles)):
+        if role not in UNLISTED:
+            found[f"{role}_offset"] = start + slots[role].offset if role in slots else None
+            found[f"{role}_bytes"] = slots[role].nbytes if role in slots else None
+    return found
+
+
+def write_experts(
+    path: str | os.PathLike[str],
+    groups: Iterable[Mapping[str, Sequence[Any]]],
+    columns: Sequence[tuple[str, str]] = COLUMNS,
+) -> None:
+    """Write experts.parquet; every item of `groups` (equally long columns, see `columns_for`) becomes a row group.
 
     A group a layer keeps memory apart from the number of layers.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in COLUMNS])
+    schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in columns])
     # open files, not paths: pyarrow would take a name with a colon for a URI
     with (
         Path(path).open("wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd", version="2.6", store_schema=False) as writer,
     ):
-        for columns in groups:
-            arrays = [pa.array(columns[name], schema.field(name).type) for name, _ in COLUMNS]
+        for group in groups:
+            arrays = [pa.array(group[name], schema.field(name).type) for name, _ in columns]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
@@ -310,8 +336,10 @@ UNKNOWN = 1 << 14
 NULLABLE = ("scales_offset", "scales_bytes")
 
 
-def read_experts(path: AnyPlace, rows: int | None = None) -> dict[str, list[Any]]:
-    """The columns of experts.parquet as lists.
+def read_experts(
+    path: AnyPlace, rows: int | None = None, columns: Sequence[tuple[str, str]] = COLUMNS
+) -> dict[str, list[Any]]:
+    """The columns of experts.parquet as lists, those that are asked for.
 
     `rows` is how many there must be (`Manifest.matrices`); None for any number up to 16,384. It bounds what the file
     may unfold to, and is compared before anything is read. Raises `DataError` (E031x) if the file is damaged, lacks a
@@ -327,7 +355,7 @@ def read_experts(path: AnyPlace, rows: int | None = None) -> dict[str, list[Any]
 
     raw = _table_bytes(file, UNKNOWN if rows is None else rows, fail)
     try:
-        return _table(raw, rows, fail)
+        return _table(raw, rows, columns, fail)
     except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
         raise fail(f"a Parquet file expected: {error}", "E0311") from None
 
@@ -344,7 +372,7 @@ def _table_bytes(file: Place, rows: int, fail: Fail) -> bytes:
     return file.read_bytes()
 
 
-def _table(raw: bytes, rows: int | None, fail: Fail) -> dict[str, list[Any]]:
+def _table(raw: bytes, rows: int | None, columns: Sequence[tuple[str, str]], fail: Fail) -> dict[str, list[Any]]:
     """The columns of a Parquet file, after its footer and the headers of its pages were compared with `rows`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -358,16 +386,16 @@ def _table(raw: bytes, rows: int | None, fail: Fail) -> dict[str, list[Any]]:
     metadata, schema = file.metadata, file.schema_arrow
     if len(set(schema.names)) != len(schema.names):
         raise fail(f"columns of different names expected, found {schema.names}", "E0311")
-    for name, kind in COLUMNS:
+    for name, kind in columns:
         found = [str(f.type) for f in schema if f.name == name] or ["none"]
         if found != [{"float64": "double"}.get(kind, kind)]:
             raise fail(f"column {name} of {kind} expected, found {found[0]}", "E0312")
     if metadata.num_rows > most or (rows is not None and metadata.num_rows != rows):
         wanted = f"at most {most}" if rows is None else str(rows)
         raise fail(f"{wanted} rows expected, found {metadata.num_rows}", "E0313")
-    names = [name for name, _ in COLUMNS]
+    names = [name for name, _ in columns]
     _bounded(raw, metadata.num_rows, fail)
-    texts = [name for name, kind in COLUMNS if kind == "string"]  # as dictionaries: one text, however many rows have it
+    texts = [name for name, kind in columns if kind == "string"]  # as dictionaries: one text, however many rows have it
     table = pq.ParquetFile(pa.BufferReader(raw), metadata=metadata, read_dictionary=texts, **how).read(
         columns=names, use_threads=False
     )

@@ -114,7 +114,7 @@ def of_codec(codec: Codec) -> tuple[Row, Callable[[Array], None], Callable[[Arra
 
     def decoded(bits: Array) -> Array:
         encode(bits)
-        return codec.decode(stored[bits.shape], *bits.shape)
+        return codec.values(stored[bits.shape], *bits.shape)
 
     rows, columns = SHAPES[0]
     size = sum(t.nbytes for t in codec.tensors(rows, columns))

@@ -24,7 +24,16 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries
-from pagestone.formats.manifest import COLUMNS, EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, read_experts
+from pagestone.formats.manifest import (
+    EXPERTS,
+    MANIFEST,
+    TEMPLATES,
+    LayerEntry,
+    Manifest,
+    columns_for,
+    places,
+    read_experts,
+)
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
@@ -297,11 +306,12 @@ def check_config(
 def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, list[Finding]]:
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
     try:
-        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers))
+        every = columns_for(layers[0].layout.record.roles if layers else ())
+        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers), every)
     except (PagestoneError, OSError) as error:
         fault = of_error(error, EXPERTS)
         return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
-    names = [name for name, _ in COLUMNS][:15]
+    names = [name for name, _ in every][:-2]  # without the statistics
     found = list(zip(*(columns[n] for n in names), strict=True))
     wanted = [row for layer in layers for row in _rows(layer)]
     digest_at = names.index("record_xxh3_128")
@@ -354,22 +364,17 @@ def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
     for expert in range(file.count):
         start = layout.record_offset(expert)
         for part, name in zip(PARTS, file.part_names, strict=True):
-            codes = layout.record.slot(part, CODES)
-            scales = next((s for s in layout.record.of_part(part) if s.role == "scales"), None)
             yield (
                 layer.entry.file,
                 file.block,
                 file.layer,
                 expert,
                 part,
-                f"{file.prefix}.{expert}.{name}.{codes.suffix}",
+                f"{file.prefix}.{expert}.{name}.{layout.record.slot(part, CODES).suffix}",
                 *file.shape.matrix(part),
                 start,
                 layout.stride,
-                start + codes.offset,
-                codes.nbytes,
-                None if scales is None else start + scales.offset,
-                None if scales is None else scales.nbytes,
+                *places(layout, expert, part).values(),
             )
 
 
