@@ -108,6 +108,7 @@ class Layer:
 
     def __init__(self, root: Path, entry: dict[str, Any], codec: dict[str, Any]) -> None:
         self.path, name, p = root / entry["file"], entry["file"], codec["parameters"]
+        need(codec["name"] in CODECS, f"codec {codec['name']!r} expected to be one of {', '.join(sorted(CODECS))}")
         known, make, self.values, has_sidecar = CODECS[codec["name"]]
         tensors, found, self.start = safetensors(self.path)
         meta = {k[10:]: v for k, v in found.items() if k.startswith("pagestone.")}
