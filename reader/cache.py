@@ -116,8 +116,8 @@ def balanced(candidates: Collection[Key], coming: Key, held: Mapping[int, int]) 
     """
     own = held.get(coming[0], 0)
     most = max(held[layer] for layer, _ in candidates)
-    wanted = most if most > own else own
-    return next((k for k in candidates if held[k[0]] == wanted and (most > own or k[0] == coming[0])), None)
+    size = most if most > own else own
+    return next((k for k in candidates if held[k[0]] == size and (most > own or k[0] == coming[0])), None)
 
 
 _OPEN: weakref.WeakSet[ExpertCache] = weakref.WeakSet()
@@ -199,18 +199,18 @@ class ExpertCache(Closing):
         """Leases that were handed out and not released."""
         return 0 if self._step is None else len(self._step.leases.open)
 
-    def step(self, layer: int, wanted: Iterable[int]) -> _CacheStep:
+    def step(self, layer: int, experts: Iterable[int]) -> _CacheStep:
         """Begin a step; to be used in a `with` statement. Raises as `ExpertStore.step` says."""
         self._check_open()
-        layer, found = layer_of(self.layers, layer)
-        wanted = expert_numbers(wanted, len(found), found.path)
+        layer, place = layer_of(self.layers, layer)
+        experts = expert_numbers(experts, len(place), place.path)
         if self._step is not None:
             raise LeaseError(
                 f"layer {layer}: a step is open already (layer {self._step.number})",
                 code="E1213",
                 remedy="end one layer's step before the next begins; a model runs one forward pass at a time",
             )
-        return _CacheStep(self, layer, wanted)
+        return _CacheStep(self, layer, experts)
 
     def close(self) -> None:
         """Stop the reading threads, once what they have begun is read, and let the memory go."""

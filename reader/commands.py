@@ -90,21 +90,21 @@ def _relative_errors(container: Container) -> tuple[dict[str, float], Counter[st
         total[0] += error
         total[1] += norm
         zeros[file] += norm == 0
-    found = {
+    relative = {
         file: math.sqrt(error / norm)
         for file, (error, norm) in sums.items()
         if math.isfinite(error) and math.isfinite(norm) and error >= 0 and norm > 0
     }
-    return found, zeros
+    return relative, zeros
 
 
 def _origin(source: dict[str, Any]) -> str:
     """Where the weights came from, as far as a manifest says it: no reader needs these facts."""
     family, dtypes = source.get("family"), source.get("expert_dtypes")
-    known = isinstance(dtypes, list) and dtypes and all(isinstance(d, str) for d in dtypes)
+    listed = isinstance(dtypes, list) and dtypes and all(isinstance(d, str) for d in dtypes)
     return (
         f"family {family if isinstance(family, str) else 'not known'}, "
-        f"experts from {', '.join(dtypes) if known and dtypes else 'what is not known'}"
+        f"experts from {', '.join(dtypes) if listed and dtypes else 'what is not known'}"
     )
 
 

@@ -23,9 +23,9 @@ def read_table(path: Path) -> dict[str, Any]:
         return load_object(path, code="E1227", remedy=RESTORE, twice=True, constants=True)
 
 
-def wrong_field(path: Path, name: str, expected: str, found: Any, remedy: str = RESTORE) -> DataError:
+def wrong_field(path: Path, name: str, expected: str, value: Any, remedy: str = RESTORE) -> DataError:
     """What to raise (E1235) for a field of a config that is not as it must be."""
-    return DataError(f"{name}: {expected} expected, found {brief(found)}", code="E1235", file=path, remedy=remedy)
+    return DataError(f"{name}: {expected} expected, found {brief(value)}", code="E1235", file=path, remedy=remedy)
 
 
 def read_config(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:

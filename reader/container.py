@@ -219,11 +219,11 @@ class Layer(Closing):
         with MachineErrors(path, "reading"):
             file, layout = read_layer_file(path)
         entry, manifest = self.entry, self._manifest
-        stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
-        found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
-        if stated != found:
+        listed = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
+        opened = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
+        if listed != opened:
             raise DataError(
-                f"{stated} expected from {MANIFEST}, found {found}",
+                f"{listed} expected from {MANIFEST}, found {opened}",
                 code="E0321",
                 file=path,
                 remedy="restore the file: it belongs to another container",
@@ -417,7 +417,7 @@ def _open(root: Path) -> Container:
     with MachineErrors(root / MANIFEST, "reading"):
         manifest = read_manifest(root / MANIFEST)
     encodings.get(manifest.codec, manifest.parameters)
-    for name, known in manifest.files.items():
+    for name, entry in manifest.files.items():
         file = root / name
         if not file.is_file():
             raise DataError(
@@ -426,9 +426,9 @@ def _open(root: Path) -> Container:
                 file=file,
                 remedy="restore it from a copy, or convert again",
             )
-        if file.stat().st_size != known.nbytes:
+        if file.stat().st_size != entry.nbytes:
             raise DataError(
-                f"{known.nbytes} bytes expected, found {file.stat().st_size}",
+                f"{entry.nbytes} bytes expected, found {file.stat().st_size}",
                 code="E0333",
                 file=file,
                 remedy="restore it from a copy, or convert again",
@@ -462,15 +462,15 @@ def open_to_run(path: str | os.PathLike[str]) -> Container:
                 file=file,
                 remedy="move it away; a changed config or template is converted again with the checkpoint",
             )
-    for name, known in container.manifest.files.items():
+    for name, entry in container.manifest.files.items():
         if name == EXPERTS or name.endswith(".safetensors"):
             continue
         file, hasher = container.path / name, Hasher()
         with MachineErrors(file, "reading"):
             place_of(file).hash(hasher)
-        if hasher.digest() != known.xxh3:
+        if hasher.digest() != entry.xxh3:
             raise DataError(
-                f"xxh3 of the file expected {known.xxh3.hex()}, found {hasher.digest().hex()}: it was changed",
+                f"xxh3 of the file expected {entry.xxh3.hex()}, found {hasher.digest().hex()}: it was changed",
                 code="E1216",
                 file=file,
                 remedy=f"{RESTORE}; a changed config or template is converted again with the checkpoint",

@@ -194,11 +194,11 @@ class _Plain:
 
     def _until(self, markers: Sequence[str], emit: Emit) -> str | None:
         """Emit what stands before the first of `markers`, and the marker found; None if there is none yet."""
-        found = min((m for m in markers if m in self._held), key=self._held.index, default=None)
-        at = self._held.index(found) if found else len(self._held) - _begun(self._held, markers)
+        marker = min((m for m in markers if m in self._held), key=self._held.index, default=None)
+        at = self._held.index(marker) if marker else len(self._held) - _begun(self._held, markers)
         emit(self._held[:at])
-        self._held = self._held[at + len(found or "") :]
-        return found
+        self._held = self._held[at + len(marker or "") :]
+        return marker
 
 
 def _begun(text: str, markers: Sequence[str]) -> int:

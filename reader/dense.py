@@ -51,21 +51,21 @@ def dense_files(container: Container) -> list[str]:
 
 def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:
     """(file, table entry) of every dense tensor by name; only headers are read."""
-    found: dict[str, tuple[str, TensorEntry]] = {}
+    places: dict[str, tuple[str, TensorEntry]] = {}
     for file in dense_files(container):
         with MachineErrors(container.path / file, "reading"):
             header = read_header(container.path / file)
         for entry in header.entries:
-            if entry.name in found:
+            if entry.name in places:
                 raise DataError(
-                    f"this tensor is also in {found[entry.name][0]}",
+                    f"this tensor is also in {places[entry.name][0]}",
                     code="E1207",
                     file=container.path / file,
                     tensor=entry.name,
                     remedy=RESTORE,
                 )
-            found[entry.name] = (file, entry)
-    return found
+            places[entry.name] = (file, entry)
+    return places
 
 
 def load_dense(container: Container, names: Iterable[str], mode: str, *, verify: bool = True) -> DenseTensors:
@@ -74,12 +74,12 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
     When read, the whole file is compared with its digest in the manifest; `DataError` (E1205) names it.
     """
     where = dense_entries(container)
-    wanted: dict[str, list[TensorEntry]] = {}
+    by_file: dict[str, list[TensorEntry]] = {}
     for name in names:
         file, entry = where[name]
-        wanted.setdefault(file, []).append(entry)
+        by_file.setdefault(file, []).append(entry)
     dense = DenseTensors(mode=mode)
-    for file, entries in sorted(wanted.items()):
+    for file, entries in sorted(by_file.items()):
         path = container.path / file
         entries.sort(key=lambda e: e.offset)
         dense.entries |= {e.name: e for e in entries}
@@ -87,16 +87,16 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
             whole = np.frombuffer(map_file(path), np.uint8)
             dense.arrays |= {e.name: whole[e.offset : e.offset + e.nbytes] for e in entries}
             continue
-        found, used = _read_tensors(path, entries, dense)
-        known = container.manifest.files[file].xxh3
-        if verify and found != known:
+        digest, way = _read_tensors(path, entries, dense)
+        listed = container.manifest.files[file].xxh3
+        if verify and digest != listed:
             raise DataError(
-                f"xxh3 of the file expected {known.hex()}, found {found.hex()}",
+                f"xxh3 of the file expected {listed.hex()}, found {digest.hex()}",
                 code="E1205",
                 file=path,
                 remedy=RESTORE,
             )
-        dense.mode = "buffered" if "buffered" in (used, dense.mode) and mode == "direct" else dense.mode
+        dense.mode = "buffered" if "buffered" in (way, dense.mode) and mode == "direct" else dense.mode
     return dense
 
 
@@ -151,7 +151,7 @@ class DenseCodes:
 def dense_codes(used: Iterable[str], entries: Mapping[str, TensorEntry], root: Path) -> dict[str, DenseCodes]:
     """Every dense matrix of codes among those `used`, by the name of its codes; `DataError` (E1224) if it has no scale
     that containers may have."""
-    found = {}
+    matrices = {}
     for name in used:
         if entries[name].dtype != "F8_E4M3":
             continue
@@ -165,8 +165,8 @@ def dense_codes(used: Iterable[str], entries: Mapping[str, TensorEntry], root: P
                 f"a scale beside these FP8 codes expected, found none that fits{why}", code="E1224", file=root,
                 tensor=name, remedy="convert the checkpoint again",
             )  # fmt: skip
-        found[name] = DenseCodes(claim, {role: stem + suffix for role, suffix in claim.suffixes.items()})
-    return found
+        matrices[name] = DenseCodes(claim, {role: stem + suffix for role, suffix in claim.suffixes.items()})
+    return matrices
 
 
 STATED = {"quantization_config": {"weight_block_size": [BLOCK, BLOCK]}}

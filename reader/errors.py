@@ -77,8 +77,8 @@ def expert_numbers(values: Iterable[Any], count: int, file: Any) -> list[int]:
 def layer_of(layers: Mapping[int, T], value: Any, file: Any = None, block: str = "layers") -> tuple[int, T]:
     """(number, layer) of the layer called `value`; `IdTypeError` or `NoSuchLayerError`."""
     number = whole_number(value, "layer")
-    found = layers.get(number)
-    if found is None:
+    layer = layers.get(number)
+    if layer is None:
         there = ", ".join(map(str, sorted(layers))) or "none"
         raise NoSuchLayerError(
             f"a layer of {block} with routed experts expected, found {number}; there are {there}",
@@ -86,7 +86,7 @@ def layer_of(layers: Mapping[int, T], value: Any, file: Any = None, block: str =
             file=file,
             remedy="name one of those",
         )
-    return number, found
+    return number, layer
 
 
 class Closing:

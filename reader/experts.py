@@ -79,8 +79,8 @@ class NativeProducts:
         self._context, self._alternating = context, alternating
 
     def gate_up(self, rows: Tensor, expert: Expert) -> Tensor:
-        found = [self._multiply(rows, matrix) for matrix in expert.inner]
-        both = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        products = [self._multiply(rows, matrix) for matrix in expert.inner]
+        both = products[0] if len(products) == 1 else torch.cat(products, dim=1)
         return both.view(len(both), 2, -1).transpose(1, 2).reshape(len(both), -1) if self._alternating else both
 
     def down(self, rows: Tensor, expert: Expert) -> Tensor:
@@ -165,19 +165,19 @@ class RoutedExperts(nn.Module):
             observer.layer(layer, "routing", tensor_digest(top_k_index) + tensor_digest(top_k_weights))
         out = torch.zeros_like(hidden_states)
         slots = top_k_index.t()  # [k, tokens]: `where` below then finds rows by slot, then by token
-        wanted = [e for e in torch.unique(top_k_index).tolist() if e < self.num_experts]
-        with context.store.step(layer, wanted) as step:
-            for e in wanted:
+        experts = [e for e in torch.unique(top_k_index).tolist() if e < self.num_experts]
+        with context.store.step(layer, experts) as step:
+            for e in experts:
                 slot, token = torch.where(slots == e)
                 with step.lease(e) as lease:
                     try:
-                        found = self.expert(hidden_states[token], lease.expert)
+                        added = self.expert(hidden_states[token], lease.expert)
                     except NonFiniteError as error:
                         raise self._non_finite(error, lease, int(token[error.row])) from None
-                found = (found * top_k_weights[token, slot, None]).to(out.dtype)
+                added = (added * top_k_weights[token, slot, None]).to(out.dtype)
                 if observer is not None:
-                    observer.expert(layer, e, tensor_digest(found))
-                out.index_add_(0, token, found)
+                    observer.expert(layer, e, tensor_digest(added))
+                out.index_add_(0, token, added)
         if observer is not None:
             observer.layer(layer, "output", tensor_digest(out))
         return out

@@ -75,9 +75,9 @@ def _bytes_of(stream: Any) -> Any:
     return getattr(stream, "buffer", None)
 
 
-def _not_text(where: str | Path, found: str, at: int) -> RequestError:
+def _not_text(where: str | Path, instead: str, at: int) -> RequestError:
     return RequestError(
-        f"text in UTF-8 expected, found {found} at position {at}",
+        f"text in UTF-8 expected, found {instead} at position {at}",
         code="E1238",
         file=where,
         remedy="convert it first, for example: iconv -f LATIN1 -t UTF-8",

@@ -92,16 +92,16 @@ class Step(Protocol):
 class OpenLeases:
     """The leases of one step: what is handed out must have come back when the step ends."""
 
-    def __init__(self, layer: Layer, wanted: Iterable[int]) -> None:
+    def __init__(self, layer: Layer, experts: Iterable[int]) -> None:
         self.layer = layer
-        self.wanted = frozenset(wanted)
+        self.experts = frozenset(experts)
         self.open: list[Lease] = []
         self.ended = False
 
     def check(self, expert: int) -> int:
         """The number as a Python int; refuse what this step may not lease, and what is no number of an expert."""
         expert = expert_number(expert, len(self.layer), self.layer.path)
-        if self.ended or expert not in self.wanted:
+        if self.ended or expert not in self.experts:
             why = "the step has ended" if self.ended else "it was not asked for when the step began"
             raise LeaseError(
                 f"expert {expert} cannot be leased: {why}",

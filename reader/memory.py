@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes this process may still take; None if nothing tells. `root` is where /proc and /sys are, for tests."""
-    found = [room for group in _groups(root) for room in group.rooms()]
+    rooms = [room for group in _groups(root) for room in group.rooms()]
     free = _free(root)
-    return min([*found, *([] if free is None else [free])], default=None)
+    return min([*rooms, *([] if free is None else [free])], default=None)
 
 
 def _free(root: Path) -> int | None:

@@ -74,7 +74,7 @@ def choose_sampling(root: Path, **options: float | None) -> Sampling:
 def _recommended(root: Path, overridden: set[str]) -> Sampling:
     path = root / GENERATION
     table = read_table(path)
-    found: dict[str, Any] = {}
+    advice: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = table.get(name)
         if value is None or name in overridden:
@@ -83,13 +83,13 @@ def _recommended(root: Path, overridden: set[str]) -> Sampling:
         if not _allowed(value, allowed):
             option = "--" + name.replace("_", "-")
             raise wrong_field(path, name, expected, value, f"restore the file, or override it with {option}")
-        found[name] = value
+        advice[name] = value
     samples = table.get("do_sample")
     if samples is not None and not isinstance(samples, bool):
         raise wrong_field(path, "do_sample", "true or false", samples)
     if not samples:
-        return Sampling(repetition_penalty=found.get("repetition_penalty", 1.0))
-    return Sampling(**{"temperature": 1.0, **found})
+        return Sampling(repetition_penalty=advice.get("repetition_penalty", 1.0))
+    return Sampling(**{"temperature": 1.0, **advice})
 
 
 def _allowed(value: Any, allowed: Test) -> bool:

@@ -57,8 +57,8 @@ class ExpertStore(Protocol):
     def mode(self) -> str:
         """How bytes come: "direct", "buffered", "mmap" or "resident"."""
 
-    def step(self, layer: int, wanted: Iterable[int]) -> Step:
-        """Begin a step (a context manager) for the experts `wanted` of a decoder layer.
+    def step(self, layer: int, experts: Iterable[int]) -> Step:
+        """Begin a step (a context manager) for these `experts` of a decoder layer.
 
         Raises `NoSuchLayerError` (a KeyError), `NoSuchExpertError` (an IndexError), `IdTypeError` (a TypeError), or
         `ClosedError` (a ValueError) if the store was closed.
@@ -145,7 +145,7 @@ def read_sidecars(container: Container, *, verify: bool = True) -> dict[int, Bes
 
     They are read through the page cache, which is asked to forget them.
     """
-    found: dict[int, Beside] = {}
+    sidecars: dict[int, Beside] = {}
     for number, layer in container.layers.items():
         name = layer.entry.sidecar
         if name is None:
@@ -155,16 +155,16 @@ def read_sidecars(container: Container, *, verify: bool = True) -> dict[int, Bes
         with MachineErrors(path, "reading"), file.storage:
             entries = read_sidecar(file, layer.file)
             data = file.read_bytes()
-        known, have = container.manifest.files[name].xxh3, digest(data)
-        if len(data) != container.manifest.files[name].nbytes or (verify and have != known):
+        listed, computed = container.manifest.files[name].xxh3, digest(data)
+        if len(data) != container.manifest.files[name].nbytes or (verify and computed != listed):
             raise DataError(
-                f"xxh3 of the sidecar expected {known.hex()}, found {have.hex()}",
+                f"xxh3 of the sidecar expected {listed.hex()}, found {computed.hex()}",
                 code="E1206",
                 file=path,
                 remedy=RESTORE,
             )
-        found[number] = sidecar_views(np.frombuffer(data, np.uint8), entries)
-    return found
+        sidecars[number] = sidecar_views(np.frombuffer(data, np.uint8), entries)
+    return sidecars
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -281,15 +281,15 @@ class _ViewStore(Closing):
     def open_leases(self) -> int:
         return sum(len(s.leases.open) for s in self._steps)
 
-    def _named(self, layer: int, wanted: Iterable[int]) -> tuple[int, Layer, list[int]]:
+    def _named(self, layer: int, experts: Iterable[int]) -> tuple[int, Layer, list[int]]:
         """What a step is for, checked: the layer's number, the layer, the experts in ascending order."""
         self._check_open()
-        number, found = layer_of(self.layers, layer)
-        return number, found, expert_numbers(wanted, len(found), found.path)
+        number, place = layer_of(self.layers, layer)
+        return number, place, expert_numbers(experts, len(place), place.path)
 
-    def _begin(self, layer: int, wanted: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
+    def _begin(self, layer: int, experts: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
         self._steps = [s for s in self._steps if s.leases.open]
-        step = _ViewStep(self.layers[layer], wanted, place, self._beside.get(layer, NOTHING), self._check_open)
+        step = _ViewStep(self.layers[layer], experts, place, self._beside.get(layer, NOTHING), self._check_open)
         self._steps.append(step)
         return step
 
@@ -310,15 +310,15 @@ class MappedStore(_ViewStore):
             self._maps[number] = map_file(layer.path)
             advise(self._maps[number], "MADV_RANDOM")  # a record is asked for below, never its neighbours
 
-    def step(self, layer: int, wanted: Iterable[int]) -> Step:
+    def step(self, layer: int, experts: Iterable[int]) -> Step:
         """Begin a step; the kernel is told at once which records will be touched."""
-        layer, at, wanted = self._named(layer, wanted)
+        layer, at, experts = self._named(layer, experts)
         mapped, counters = self._maps[layer], self.counters[layer]
-        for expert in wanted:
+        for expert in experts:
             advise(mapped, "MADV_WILLNEED", at.layout.record_offset(expert), at.stride)
             counters.misses += 1
             counters.bytes_mapped += at.stride
-        return self._begin(layer, wanted, lambda expert: (mapped, at.layout.record_offset(expert)))
+        return self._begin(layer, experts, lambda expert: (mapped, at.layout.record_offset(expert)))
 
     def close(self) -> None:
         super().close()
@@ -342,18 +342,18 @@ class ResidentStore(_ViewStore):
         fill: Callable[[Layer, int, memoryview], None],
         beside: Mapping[int, Beside] | None = None,
     ) -> None:
-        super().__init__(layers, beside or {})
+        super().__init__(layers, {} if beside is None else beside)  # which `fill` may fill, too
         self._records: dict[tuple[int, int], mmap.mmap] = {}
         for number, layer in layers.items():
             for expert in range(len(layer)):
                 buffer = self._records[number, expert] = private_buffer(layer.stride)
                 fill(layer, expert, memoryview(buffer))
 
-    def step(self, layer: int, wanted: Iterable[int]) -> Step:
+    def step(self, layer: int, experts: Iterable[int]) -> Step:
         """Begin a step; every expert is a hit."""
-        layer, _, wanted = self._named(layer, wanted)
-        self.counters[layer].hits += len(wanted)
-        return self._begin(layer, wanted, lambda expert: (self._records[layer, expert], 0))
+        layer, _, experts = self._named(layer, experts)
+        self.counters[layer].hits += len(experts)
+        return self._begin(layer, experts, lambda expert: (self._records[layer, expert], 0))
 
     def close(self) -> None:
         super().close()

@@ -34,16 +34,16 @@ def end_tokens(root: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
     """Every id that ends an answer: `eos_token_id` of generation_config.json, config.json, its text_config and the
     tokenizer; ints or lists. Raises `DataError` (E1227, E1235)."""
     config, part = read_config(root)
-    found: set[int] = set()
+    ends: set[int] = set()
     for name, table in ((GENERATION, read_table(root / GENERATION)), ("config.json", config), ("config.json", part)):
         ids = table.get("eos_token_id")
         for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if not is_int(i):
                 raise wrong_field(root / name, "eos_token_id", "a token id or a list of them", ids)
-            found.add(i)
+            ends.add(i)
     if tokenizer is not None and is_int(tokenizer.tokens.eos_token_id):
-        found.add(tokenizer.tokens.eos_token_id)
-    return frozenset(found)
+        ends.add(tokenizer.tokens.eos_token_id)
+    return frozenset(ends)
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -129,20 +129,20 @@ def template_variables(tokens: Any, variables: Mapping[str, Any]) -> dict[str, A
 
 def parse_variables(given: Sequence[str]) -> dict[str, Any]:
     """Template variables from KEY=VALUE: a value that is JSON is what it says, another is a string. E1236."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for pair in given:
         name, sign, value = option("--template-var", pair).partition("=")
-        if not sign or not name.isidentifier() or name in found:
+        if not sign or not name.isidentifier() or name in variables:
             raise RequestError(
                 f"--template-var KEY=VALUE expected, each key once, found {pair[:60]!r}",
                 code="E1236",
                 remedy="for example --template-var enable_thinking=false",
             )
         try:
-            found[name] = loads(value)
+            variables[name] = loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def open_tokenizer(root: Path, given: Path | None = None, variables: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -184,14 +184,14 @@ def _check_belongs(tokenizer: Tokenizer, root: Path) -> None:
     size: Any = read_config(root)[1].get("vocab_size")
     have = len(tokenizer.tokens)
     if is_int(size) and have < FEWEST * size:
-        found = f"{size} tokens expected, the vocabulary in config.json, found {have}"
+        complaint = f"{size} tokens expected, the vocabulary in config.json, found {have}"
     elif not tokenizer.decode(tokenizer.encode("word")).strip():
-        found = "a tokenizer that knows words expected, found one that makes nothing of text"
+        complaint = "a tokenizer that knows words expected, found one that makes nothing of text"
     else:
         return
     file = tokenizer.place / "tokenizer.json"
     lacks = "" if file.is_file() else f"; there is no {file.name}"
-    raise RequestError(found + lacks, code="E1233", file=file if not lacks else tokenizer.place, remedy=GIVE)
+    raise RequestError(complaint + lacks, code="E1233", file=file if not lacks else tokenizer.place, remedy=GIVE)
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, place: Path) -> None:
@@ -279,8 +279,8 @@ def _is_token(value: Any) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
-    found = value.values() if isinstance(value, dict) else value
-    return isinstance(value, dict | list) and all(map(_is_token, found))
+    tokens = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | list) and all(map(_is_token, tokens))
 
 
 def _are_numbered(value: Any) -> bool:

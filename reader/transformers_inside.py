@@ -26,8 +26,8 @@ def sdpa_forward() -> Callable[..., Any]:
     """The attention function transformers calls "sdpa"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: Callable[..., Any] = sdpa_attention_forward
-    return found
+    forward: Callable[..., Any] = sdpa_attention_forward
+    return forward
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
@@ -89,8 +89,8 @@ def is_gpt_oss(module: Any) -> bool:
 
 def gate_of(module: Any) -> Callable[..., Any]:
     """The function an experts module puts between its products."""
-    found: Callable[..., Any] = module._apply_gate
-    return found
+    gate: Callable[..., Any] = module._apply_gate
+    return gate
 
 
 def has_default_gate(kind: type) -> bool:
@@ -110,8 +110,8 @@ def flags_of(module: Any) -> dict[str, bool | None]:
     """`FLAGS` as they are in a module; None for one that the release knows and the module lacks."""
     from transformers.integrations.moe import use_experts_implementation
 
-    known = inspect.signature(use_experts_implementation).parameters
-    return {flag: getattr(module, flag, None if flag in known else usual) for flag, usual in FLAGS.items()}
+    taken = inspect.signature(use_experts_implementation).parameters
+    return {flag: getattr(module, flag, None if flag in taken else usual) for flag, usual in FLAGS.items()}
 
 
 def is_transposed(module: Any) -> bool:
@@ -144,5 +144,5 @@ def eager_forward(kind: type) -> Callable[..., Any] | None:
     inner = inspect.getclosurevars(outer).nonlocals
     if inner.get("experts_interface") is not ALL_EXPERTS_FUNCTIONS:
         return None
-    found: Callable[..., Any] | None = inner.get("original_forward")
-    return found
+    forward: Callable[..., Any] | None = inner.get("original_forward")
+    return forward

@@ -57,12 +57,12 @@ OF_HOSTS = {pair for pair in COMPARED if pair[0] in ("versions", "threads")}
 
 def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """What keeps two runs from being comparable, a phrase each."""
-    found = []
+    phrases = []
     for group, key in COMPARED:
         ours, theirs = here[group].get(key), there[group].get(key)
         if ours != theirs:
-            found.append(f"{group} {key} is {ours} here, {theirs} there")
-    return found
+            phrases.append(f"{group} {key} is {ours} here, {theirs} there")
+    return phrases
 
 
 @dataclass(slots=True)
@@ -95,14 +95,14 @@ class Audit:
         """
         manifest = self.container.manifest
         ran = self.streamed.steps if self.streamed else []
-        wanted = self.reference.steps if self.reference else None
+        resident = self.reference.steps if self.reference else None
         listed = []
         for number, prompt in enumerate(self.prompts[: len(ran)]):
             entry: dict[str, Any] = {
-                "name": prompt.name, "ids": list(prompt.ids), "choices": [s.choice for s in (wanted or ran)[number]],
-                "sha256": [s.sha256 for s in (wanted or ran)[number]],
+                "name": prompt.name, "ids": list(prompt.ids), "choices": [s.choice for s in (resident or ran)[number]],
+                "sha256": [s.sha256 for s in (resident or ran)[number]],
             }  # fmt: skip
-            if wanted is not None and self.result == DIFFERENT:
+            if resident is not None and self.result == DIFFERENT:
                 entry["streamed_sha256"] = [s.sha256 for s in ran[number]]
             listed.append(entry)
         return {

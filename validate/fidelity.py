@@ -210,21 +210,21 @@ def _log_probabilities(logits: Logits) -> torch.Tensor:
 
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
-    found = []
+    questions = []
     for number, line in inputs.file_lines(path):
         try:
             table = loads(line)
-            found.append((str(table["question"]), str(table["answer"])))
+            questions.append((str(table["question"]), str(table["answer"])))
         except (ValueError, KeyError, TypeError):
             raise RequestError(
                 f'line {number}: {{"question": ..., "answer": ...}} expected', code="E1312", file=path,
                 remedy="write one JSON object a line",
             ) from None  # fmt: skip
-        if limit is not None and len(found) == limit:
+        if limit is not None and len(questions) == limit:
             break
-    if not found:
+    if not questions:
         raise RequestError("a question a line expected, found none", code="E1312", file=path, remedy="write some")
-    return found
+    return questions
 
 
 def over_questions(

@@ -143,7 +143,7 @@ class _Encoder:
 
     def dense(self) -> DenseTensors:
         """Every dense tensor of the container, from the source."""
-        found = DenseTensors(mode="source")
+        made = DenseTensors(mode="source")
         room = memoryview(bytearray(1 << 20))
         for shard in self._plan.dense:
             for tensor in shard.tensors:
@@ -152,10 +152,10 @@ class _Encoder:
                 for piece, nbytes, _ in pieces(self._files, tensor, room):
                     array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
                     position += len(piece)
-                    found.bytes_read += nbytes
-                found.arrays[tensor.name] = array
-                found.entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
-        return found
+                    made.bytes_read += nbytes
+                made.arrays[tensor.name] = array
+                made.entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
+        return made
 
 
 # -- the command's work -----------------------------------------------------------------------------------------------

@@ -166,11 +166,11 @@ def first_difference(
 
 def proof(side: Side) -> list[str]:
     """Why a side's counters do not prove that it streamed; empty if they do."""
-    total, found = side.counters.total, []
+    total, doubts = side.counters.total, []
     if not total.bytes_read + total.bytes_mapped:
-        found.append("no bytes were read")
+        doubts.append("no bytes were read")
     if side.open_leases:
-        found.append(f"{side.open_leases} leases are open at the end")
+        doubts.append(f"{side.open_leases} leases are open at the end")
     if side.budget is not None and (side.peak_bytes or 0) > side.budget:
-        found.append(f"{side.peak_bytes:,} bytes were held, the budget is {side.budget:,}")
-    return found
+        doubts.append(f"{side.peak_bytes:,} bytes were held, the budget is {side.budget:,}")
+    return doubts

@@ -119,8 +119,8 @@ class TransformersModel:
     @property
     def positions(self) -> int | None:
         """How many tokens the model was made for (`max_position_embeddings`), None if its config does not say."""
-        stated = getattr(self.text_config, "max_position_embeddings", None)
-        return stated if isinstance(stated, int) else None
+        positions = getattr(self.text_config, "max_position_embeddings", None)
+        return positions if isinstance(positions, int) else None
 
     @property
     def state_kind(self) -> str:
@@ -463,5 +463,5 @@ class _NoStore(Closing):
     def __init__(self) -> None:
         self.counters: dict[int, Any] = {}
 
-    def step(self, layer: int, wanted: Iterable[int]) -> Any:
+    def step(self, layer: int, experts: Iterable[int]) -> Any:
         raise AssertionError("this model has its own experts")

@@ -264,6 +264,19 @@ def test_verify_logits_of_another_host(directory: Path, sums: Sums, io: str) -> 
     assert first == ["input", "routing", "expert", "expert", "output"]
 
 
+def test_a_resident_side_from_the_source_has_sidecars(directory: Path, tiny: Path, sums: Sums) -> None:
+    """Row sums are encoded with the records, and leased with them, as those of the container are."""
+    with Session(directory, SessionOptions("mmap", host="sums")) as one:
+        encoded = logits.resident_model(one, tiny)
+        for store in (encoded.context.store, one.store):
+            with store.step(1, [3]) as step, step.lease(3) as lease:
+                sums_of_rows = lease.expert.down.row_sums
+                assert sums_of_rows is not None
+                assert np.array_equal(sums_of_rows.array, lease.expert.down.codes.array.sum(1, dtype=np.int32))
+                del sums_of_rows
+        encoded.close()
+
+
 def test_a_bit_that_another_host_sees(directory: Path, sums: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flip in memory after the digest was checked: the layer and the expert are named."""
     real = logits._streamed_model
