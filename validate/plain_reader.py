@@ -48,7 +48,10 @@ def fp8_values(at: str, _p: Any, _s: Any, codes: Any, scales: Any) -> Any:
     each = scales.repeat(128, 0)[: codes.shape[0]].repeat(128, 1)[:, : codes.shape[1]]
     sound = (codes & 127 != 127) & ((each > 0) | (each == 0) & (codes & 127 == 0))
     need(sound.all(), at + "a forbidden code or scale")
-    return np.array(E4M3, np.float32)[codes] * each
+    with np.errstate(over="ignore"):
+        values = np.array(E4M3, np.float32)[codes] * each
+    need(np.isfinite(values).all(), at + "a product that is not finite")
+    return values
 
 
 def affine_values(_at: str, p: Any, _s: Any, codes: Any, scales: Any, biases: Any) -> Any:

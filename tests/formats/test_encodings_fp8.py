@@ -13,7 +13,7 @@ from kits.oracles import oracle
 from pagestone.formats import encodings, native
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
 from pagestone.formats.encodings import ConfigFacts
-from pagestone.formats.encodings.fp8 import VALUES, to_e4m3
+from pagestone.formats.encodings.fp8 import VALUES, Fp8Source, to_e4m3
 from pagestone.formats.errors import NonFiniteError, RequestError
 
 FP8 = encodings.get("fp8")
@@ -215,3 +215,62 @@ def test_transformers_refuses_partial_blocks(shape):
     assert config.from_dict(FP8.quantization_config(whole)).weight_block_size == [128, 128]
     with pytest.raises(ValueError, match="not supported"):
         config.from_dict(FP8.quantization_config(ConfigFacts((), (*whole.shapes, shape))))
+
+
+# -- as checkpoints have it --------------------------------------------------------------------------------------------
+
+
+def as_source(codes, scales, block, **parameters) -> tuple[Fp8Source, dict[str, np.ndarray]]:
+    return Fp8Source(block, **parameters), {"codes": np.array(codes, np.uint8), "scales": np.array(scales, np.float32)}
+
+
+def test_products_beyond_float32_are_a_problem():
+    """Of a source, and of a container whose scales were passed through from one."""
+    codes = np.full((2, 3), 0x7E)  # 448
+    codes[0, 0] = 0
+    source, stored = as_source(codes, [[1e36]], (128, 128))
+    (problem,) = source.problems(stored, 2, 3)
+    assert (problem.count, problem.row, problem.column, problem.role) == (5, 0, 1, "codes")
+    with pytest.raises(NonFiniteError, match="Inf"):
+        source.require_sound(stored, 2, 3)
+    assert [str(p) for p in F32_SCALES.problems(stored, 2, 3)] == [str(problem)]
+    stored["scales"][:] = 7e35
+    assert not list(source.problems(stored, 2, 3)) and np.isfinite(source.values(stored, 2, 3)).all()
+    stored["codes"][:] = 1  # the largest code decides, not the largest there could be
+    stored["scales"][:] = 1e38
+    assert not list(source.problems(stored, 2, 3))
+
+
+def test_a_problem_names_the_first_element_of_the_matrix():
+    """A grid that begins above the matrix: row and column are the matrix's, not the grid's."""
+    codes = np.full((5, 6), 0x38)
+    for scales, value in (([[1, 1], [1, np.nan]], "nan"), ([[1, 1], [1, -2]], "-2.0"), ([[1, 1], [1, np.inf]], "inf")):
+        source, stored = as_source(codes, scales, (4, 4), first_row=1)
+        (problem,) = source.problems(stored, 5, 6)
+        assert (problem.value, problem.row, problem.column, problem.count) == (f"a scale of {value}", 3, 4, 4)
+    source, stored = as_source(codes, [[1, 0], [0, 1]], (4, 4), first_row=1)
+    stored["codes"][3:, :4] = 0x80
+    (problem,) = source.problems(stored, 5, 6)
+    assert (problem.value, problem.row, problem.column, problem.count) == (
+        "a zero scale over a code that is not zero", 0, 4, 6)  # fmt: skip
+    assert source.zero_scales(stored) == 2
+
+
+@pytest.mark.parametrize(("block", "first_row"), [((4, 4), 0), ((4, 4), 3), ((1, 8), 0), ((64, 64), 0), ((64, 64), 9)])
+def test_windows_are_rows_of_the_whole(block, first_row):
+    """Every window of a matrix, by values: also one that begins inside a block, and windows of windows."""
+    rng = np.random.default_rng(1)
+    rows, columns = 11, 8
+    whole = Fp8Source(block, first_row=first_row)
+    shapes = {role.name: role.shape for role in whole.roles(rows, columns)}
+    stored = {"codes": rng.integers(0, 0x7E, shapes["codes"]).astype(np.uint8),
+              "scales": rng.random(shapes["scales"]).astype(np.float32) + 1}  # fmt: skip
+    values = whole.values(stored, rows, columns)
+    for first in range(rows):
+        for count in range(1, rows - first + 1):
+            part, cut = whole.window(rows, columns, first, count)
+            own = {role: array[cut[role]] for role, array in stored.items()}
+            assert {role: array.shape for role, array in own.items()} == {
+                role.name: role.shape for role in part.roles(count, columns)
+            }
+            assert np.array_equal(part.values(own, count, columns), values[first : first + count])
