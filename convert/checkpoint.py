@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagestone.convert import directory
-from pagestone.convert.machine import machine_errors
+from pagestone.convert.errors import machine_errors
 from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError

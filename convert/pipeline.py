@@ -21,8 +21,9 @@ import numpy as np
 from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import pieces
 from pagestone.convert.encode import EncodedExpert, encode_expert
+from pagestone.convert.errors import machine_errors
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import MODES, machine_errors, write_durably
+from pagestone.convert.machine import MODES, write_durably
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles

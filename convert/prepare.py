@@ -17,8 +17,9 @@ from typing import Any
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
+from pagestone.convert.errors import machine_errors
 from pagestone.convert.journal import FinishedFile, file_digest
-from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, machine_errors, own_file, sync_directory
+from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, own_file, sync_directory
 from pagestone.convert.outcome import Outcome
 from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
 from pagestone.convert.plan import Plan, Request, check_paths, plan_checkpoint

@@ -26,13 +26,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pagestone.convert.errors import machine_error, machine_errors
 from pagestone.convert.journal import FinishedFile, file_digest, from_lines, is_intact, to_line
 from pagestone.convert.machine import (
     LOCKS,
     is_regular,
     is_there,
-    machine_error,
-    machine_errors,
     not_a_file,
     open_own,
     own_file,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagestone.convert.machine import machine_errors
+from pagestone.convert.errors import machine_errors
 from pagestone.convert.sources import ArraySource, LayerSource, MatrixSource, Range
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError

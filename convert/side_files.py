@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagestone.convert.machine import machine_errors
+from pagestone.convert.errors import machine_errors
 from pagestone.formats.manifest import NAME_BYTES, TEMPLATE_SUFFIX, TEMPLATES
 from pagestone.formats.storage import Place
 from pagestone.formats.strict_json import loads

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pagestone.convert.errors import machine_errors
 from pagestone.convert.journal import FinishedFile
-from pagestone.convert.machine import machine_errors
 from pagestone.convert.plan import Plan
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError

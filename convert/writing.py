@@ -14,7 +14,7 @@ from pathlib import Path
 from pagestone.convert.machine import DIRECT, RESERVE
 from pagestone.formats.digests import Hasher
 from pagestone.formats.layout import PAGE, align_up
-from pagestone.formats.storage import PIECE, UNSUPPORTED, Stamp, named, page_buffer, stamp_of
+from pagestone.formats.storage import PIECE, UNSUPPORTED, Stamp, forget, named, page_buffer, stamp_of
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -88,6 +88,7 @@ class OutputFile:
         with named(self.path):
             os.ftruncate(self._handle, self.nbytes)
             os.fsync(self._handle)
+            forget(self._handle, 0, self.nbytes)  # where it had to go through the page cache
             self.stamp = stamp_of(os.fstat(self._handle))
             self.close()
 

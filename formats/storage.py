@@ -16,6 +16,7 @@ import mmap
 import os
 import stat
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ WINDOW = 64 << 20
 """Bytes that may be read from a directory, all files together, before the page cache is asked to let go of them."""
 READAHEAD = 16 << 20
 """Bytes: what a kernel may read beyond what it was asked for."""
+FOLIO = 4 << 20
+"""Bytes: the largest pieces in which kernels keep a file."""
 UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 """What file systems answer to a service they do not have."""
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -302,6 +305,29 @@ def _open(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC)
 
 
+class Ranges:
+    """Ranges of a file, disjoint and in order."""
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._ends: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._firsts, self._ends, strict=True)))
+
+    def add(self, first: int, end: int) -> None:
+        """Add the bytes from `first` to before `end`; what touches becomes one."""
+        low, high = bisect_left(self._ends, first), bisect_right(self._firsts, end)
+        if low < high:
+            first, end = min(first, self._firsts[low]), max(end, self._ends[high - 1])
+        self._firsts[low:high], self._ends[low:high] = [first], [end]
+
+    def around(self, first: int, end: int, nbytes: int) -> tuple[int, int]:
+        """A range that was added, with up to `nbytes` on either side that were added too."""
+        at = bisect_right(self._firsts, first) - 1
+        return max(self._firsts[at], first - nbytes), min(self._ends[at], end + nbytes)
+
+
 class LocalDirectory:
     """A directory of this machine. `opener` may hold files to more than `os.open` does.
 
@@ -316,9 +342,11 @@ class LocalDirectory:
         self._lock = threading.Lock()
         self._users = 0
         self._handles: dict[str, int] = {}
-        self._read: dict[str, tuple[int, int]] = {}
-        """By name, from where to where was read since the page cache was last asked to let go."""
+        self._read: dict[str, Ranges] = {}
+        """By name, what was read since the page cache was last asked to let go."""
         self._bytes = 0
+        self._all: dict[str, Ranges] = {}
+        """By name, what was read since the file was opened."""
 
     def _at(self, name: str) -> Path:
         return self._root / name if name else self._root
@@ -396,16 +424,22 @@ class LocalDirectory:
 
     def _used(self, name: str, offset: int, nbytes: int) -> None:
         with self._lock:
-            first, end = self._read.get(name, (offset, offset))
-            self._read[name] = min(first, offset), max(end, offset + nbytes)
+            for table in (self._read, self._all):
+                table.setdefault(name, Ranges()).add(offset, offset + nbytes)
             self._bytes += nbytes
             if self._bytes >= WINDOW:
                 self._forget()
 
     def _forget(self) -> None:
-        """Ask the page cache to let go of what was read; the lock is held: nobody closes a descriptor meanwhile."""
-        for name, (first, end) in self._read.items():
-            forget(self._handles[name], first, end - first)
+        """Ask the page cache to let go of what was read; the lock is held: nobody closes a descriptor meanwhile.
+
+        Of that and no more: what is read next may be there already, or on its way. The kernel lets go of whole folios
+        only, so that what lies on an edge goes with its neighbours, once all of them were read.
+        """
+        for name, ranges in self._read.items():
+            for first, end in ranges:
+                first, end = self._all[name].around(first, end, FOLIO)
+                forget(self._handles[name], first, end - first, beyond=0)
         self._read.clear()
         self._bytes = 0
 
@@ -419,10 +453,15 @@ class LocalDirectory:
             self._users -= 1
             if self._users:
                 return
-            self._forget()
+            for name, ranges in self._all.items():
+                edges = [edge for each in ranges for edge in each]
+                forget(self._handles[name], edges[0], edges[-1] - edges[0])
             for handle in self._handles.values():
                 os.close(handle)
             self._handles.clear()
+            self._read.clear()
+            self._all.clear()
+            self._bytes = 0
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
@@ -430,15 +469,16 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def forget(handle: int, offset: int, nbytes: int) -> None:
-    """Ask the page cache to let go of bytes of a file, and of what the kernel read ahead behind them.
+def forget(handle: int, offset: int, nbytes: int, *, beyond: int | None = None) -> None:
+    """Ask the page cache to let go of bytes of a file, and of what the kernel read ahead: `READAHEAD`, or `beyond`.
 
     Whole pages go, also the ones that neighbours share. Only advice: a system that takes none is no error.
     """
     if hasattr(os, "posix_fadvise"):
         first = offset // PAGE * PAGE
+        end = align_up(offset + nbytes, PAGE) + (READAHEAD if beyond is None else beyond)
         with suppress(OSError):
-            os.posix_fadvise(handle, first, align_up(offset + nbytes, PAGE) + READAHEAD - first, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(handle, first, end - first, os.POSIX_FADV_DONTNEED)
 
 
 # -- past the page cache, and mapped ----------------------------------------------------------------------------------

@@ -120,6 +120,47 @@ def test_checks_ask_no_plan():
         assert not plans, name
 
 
+def test_who_reads_knows_nobody_who_writes():
+    """What reads a source knows nothing of an output, what writes nothing of a source, a report nothing of the work."""
+    output = ("machine", "publish", "writing", "journal", "prepare", "pipeline")
+    for name, unknown in {
+        **dict.fromkeys(("checkpoint", "directory", "side_files", "sources", "reading", "errors"), output),
+        "writing": ("reading", "checkpoint", "sources", "publish"),
+        "machine": ("reading", "checkpoint", "publish"),
+        "report": ("prepare", "pipeline", "publish", "reading"),
+    }.items():
+        asked = {
+            n.split(".")[2]
+            for n, _, _ in imports(ROOT / "convert" / f"{name}.py")
+            if n.startswith("pagestone.convert.")
+        }
+        assert not asked.intersection(unknown), name
+
+
+OPENS = {
+    "formats/storage.py": "the one place",
+    "formats/manifest.py": "experts.parquet is written by pyarrow",
+    "convert/machine.py": "the work directory is written",
+    "convert/prepare.py": "experts.parquet is synced",
+    "convert/publish.py": "locks",
+    "convert/writing.py": "files of a container are written",
+}
+"""Who opens files of a source or of a container, and why."""
+
+
+@pytest.mark.parametrize("room", ["formats", "convert"])
+def test_one_place_touches_bytes(room):
+    """Whatever else reads a source or a container asks a storage."""
+    for file in sources(room):
+        called = {
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Call)
+        }
+        direct = called & {"open", "preadv", "pread", "mmap", "posix_fadvise"}
+        assert not direct or file.relative_to(ROOT).as_posix() in OPENS, (file, direct)
+
+
 def test_plain_reader_knows_nobody():
     """The second reader imports nothing of ours, so that it can only agree by the specification."""
     file = ROOT / "validate" / "plain_reader.py"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pagestone.convert.machine import machine_errors
+from pagestone.convert.errors import machine_errors
 from pagestone.formats import native
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest

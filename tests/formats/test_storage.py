@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ from kits.conversions import run
 from kits.storage import MemoryStorage, StorageTests
 
 from pagestone.convert.checkpoint import open_checkpoint
-from pagestone.convert.machine import READS, machine_errors
+from pagestone.convert.errors import READS, machine_errors
 from pagestone.formats import storage as module
 from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.layout import PAGE
-from pagestone.formats.storage import Kind, LocalDirectory, Place, Storage, hash_file, place_of, read_fully
+from pagestone.formats.storage import Kind, LocalDirectory, Place, Ranges, Storage, hash_file, place_of, read_fully
 from pagestone.validate.verify import verify
 
 SPEC = T_ORDER.having(layers=2)
@@ -300,7 +302,6 @@ def test_a_source_is_not_left_in_the_page_cache(big: Path, tmp_path: Path, warm:
 def test_during_a_conversion_a_window_is(big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile no more than the window, what is being read, and the pages on their edges."""
     monkeypatch.setattr(module, "WINDOW", 1 << 20)
-    monkeypatch.setattr(module, "READAHEAD", 1 << 30)
     total, seen = fill_cache(big), list[int]()
     done = 0
 
@@ -312,6 +313,38 @@ def test_during_a_conversion_a_window_is(big: Path, tmp_path: Path, monkeypatch:
 
     run(big, tmp_path / "o", workers=1, progress=look)
     assert seen and max(seen) < total * 0.75 and seen[-1] < total / 4
+
+
+def test_what_is_read_later_stays(big: Path) -> None:
+    """Two places of a file are read in turns: what lies between them, and behind, stays until it is read."""
+    shard = max(big.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    fill_cache(big)
+    pages, half = resident(shard), shard.stat().st_size // 2
+    with LocalDirectory(big, once=True) as source, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WINDOW", 1 << 18)
+        for number in range(8):
+            for start in (0, half):
+                source.read_into(shard.name, start + (number << 17), memoryview(bytearray(1 << 17)))
+        assert resident(shard) >= pages - 2 * 8 * 32 - 2
+    assert not resident(shard)
+
+
+def test_ranges() -> None:
+    """Against the set of the bytes themselves."""
+    draw = random.Random(3)
+    for _ in range(200):
+        ranges, held = Ranges(), set[int]()
+        for _ in range(draw.randrange(1, 12)):
+            first = draw.randrange(60)
+            end = first + draw.randrange(1, 9)
+            ranges.add(first, end)
+            held |= set(range(first, end))
+            low, high = ranges.around(first, end, 3)
+            near = [n for n in range(first - 3, end + 3) if set(range(min(n, first), max(n + 1, end))) <= held]
+            assert (low, high) == (near[0], near[-1] + 1)
+        found = list(ranges)
+        assert {n for a, b in found for n in range(a, b)} == held and found == sorted(found)
+        assert all(b < c for (_, b), (c, _) in itertools.pairwise(found))
 
 
 def test_a_plan_leaves_data_where_it_is(big: Path) -> None:
@@ -333,7 +366,7 @@ def test_letting_go_costs_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for advice in (number % 2 == 0, number % 2 == 1):
             with monkeypatch.context() as patch:
                 if not advice:
-                    patch.setattr(module, "forget", lambda *_: None)
+                    patch.setattr(module, "forget", lambda *_, **__: None)
                 fill_cache(big)
                 begin = time.process_time()
                 run(big, tmp_path / f"{number}-{advice}", "bf16", workers=1)
