@@ -58,6 +58,6 @@ def test_what_only_the_tests_know_is_in_no_room(kind):
 
 
 def test_every_path_that_is_named_exists():
-    paths = re.findall(r"`((?:\.ci|convert|formats|reader|validate|scripts|specs|tests)/[\w./-]*)", PAGE)
-    missing = [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]
+    paths = re.findall(r"`((?:\.ci|convert|formats|reader|validate|scripts|specs|tests)/[\w./*-]*)", PAGE)
+    missing = [path for path in paths if "NAME" not in path and not any(ROOT.glob(path.rstrip("/")))]
     assert len(paths) > 20 and not missing
