@@ -54,12 +54,12 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except PagestoneError as error:
         stated = _stated(checkpoint.config)
-        read = {name for cls in encodings.every() for name in cls.methods}
+        read = [name for cls in encodings.every() for name in cls.methods]  # a method may be anything JSON can hold
         method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
         if error.code in OF_FORMAT and method is not None and method not in read:
             name = METHODS.get(method, brief(method)) if isinstance(method, str) else brief(method)
             raise RequestError(
-                f"weights in BF16, F16, F32, FP8 or int8 expected; config.json says that this checkpoint is in {name}, "
+                f"weights in {encodings.read_names()} expected; config.json says that this checkpoint is in {name}, "
                 f"which is not read ({error.message})",
                 code="E0511",
                 file=error.file,
@@ -126,7 +126,7 @@ def _mlx_settings(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _refused(checkpoint: Checkpoint, what: str, file: str, tensor: str | None, found: str) -> RequestError:
     return RequestError(
-        f"weights in BF16, F16, F32, FP8 or int8 expected; this checkpoint is in {what} ({found})",
+        f"weights in {encodings.read_names()} expected; this checkpoint is in {what} ({found})",
         code="E0511",
         file=checkpoint.path / file,
         tensor=tensor,

@@ -258,6 +258,10 @@ def test_without_its_file_it_is_refused_by_name(tmp_path):
         planned(root, "int8")
 
 
+def test_messages_say_what_is_read(read_only):
+    assert encodings.read_names() == "bf16, f16, f32, fp8, int8 or grouped"
+
+
 def test_what_two_encodings_claim_is_refused(tmp_path):
     class Other(Grouped):
         name = "other"

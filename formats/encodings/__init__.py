@@ -36,7 +36,7 @@ from pagestone.formats.layout import CODES
 __all__ = [
     "Candidate", "Claim", "Codec", "ConfigFacts", "EncodeStats", "Layout", "Multiplying", "Option", "Problem",
     "Reading", "Refusal", "Stored", "Telling", "Tensor", "Writing",
-    "claim", "codes_dtypes", "codes_suffixes", "every", "get", "registered", "registry", "suffixes",
+    "claim", "codes_dtypes", "codes_suffixes", "every", "get", "read_names", "registered", "registry", "suffixes",
 ]  # fmt: skip
 
 _added: list[type[Reading]] = []
@@ -91,6 +91,12 @@ def codes_suffixes() -> tuple[str, ...]:
 def codes_dtypes(*, plain: bool) -> tuple[str, ...]:
     """Element types of codes that are numbers themselves, or of those that mean nothing alone."""
     return tuple(dict.fromkeys(d for cls in every() if (cls.plain is not None) == plain for d in cls.codes_dtypes))
+
+
+def read_names() -> str:
+    """The encodings that checkpoints may be in, for messages: "bf16, f16, ..., or int8"."""
+    *names, last = dict.fromkeys(cls.name for cls in every() if cls.spellings)
+    return f"{', '.join(names)} or {last}"
 
 
 def claim(candidate: Candidate) -> Claim | Refusal:

@@ -71,6 +71,7 @@ METHODS = {
     "VPTQ": ("vptq", {".indices": codes("I32", 1, 48, 4), ".centroids": FLOAT}),
     "'some\\x1bthing'": ("some\x1bthing", {".weight": codes("I8", 48, 32)}),
     "7": (7, {".weight": codes("I8", 48, 32)}),
+    "['fp8']": (["fp8"], {".weight": codes("I8", 48, 32)}),
 }  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def test_formats_by_quant_method(tmp_path, case):
     method, tails = METHODS[case]
     error = refusal(source(tmp_path / "s", UP, tails, method))
     assert error.code == "E0511" and f"in {case}," in error.message and "unquantised" in str(error.remedy), error
+    assert "bf16, f16, f32, fp8 or int8 expected" in error.message
     assert refusal(source(tmp_path / "t", UP, tails)).code in ("E0504", "E0510", "E0513", "E0514")
 
 
