@@ -21,7 +21,16 @@ from pagestone.convert.family import Family
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.sources import Range, whole
 from pagestone.formats.dtypes import FLOATS, VIEWS, Array, f32_to_bf16, item_size
-from pagestone.formats.encodings import Claim, Codec, Reading, Refusal, codes_dtypes, codes_suffixes, suffixes
+from pagestone.formats.encodings import (
+    Claim,
+    Codec,
+    Reading,
+    Refusal,
+    codes_dtypes,
+    codes_suffixes,
+    companion_suffixes,
+    suffixes,
+)
 from pagestone.formats.errors import DataError, NonFiniteError, PagestoneError, RequestError
 from pagestone.formats.layout import CODES
 from pagestone.formats.storage import Place
@@ -30,8 +39,8 @@ REFUSED = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 """Types that are never copied: their meaning depends on a convention nobody states in the file."""
 PLAIN = (*FLOATS, "F64")
 """Types whose elements are the numbers themselves: what a parameter may have without a scale."""
-LONELY = ("weight_scale", "weight_zero_point", "_scale_inv")
-"""How the names of scales and zero points end that mean nothing without their codes."""
+SCALE_INV = "_scale_inv"
+"""How the names of scales end that mean nothing without their codes, whatever the codes are called."""
 COPY, DECODE, SCALE_USED, ACTIVATION = "copy", "decode", "scale used", "activation"
 
 
@@ -149,7 +158,7 @@ class DenseRules:
         if dtype == "F8_E4M3" or (dtype in kinds and number):
             words = "a weight_scale_inv or weight_scale beside"
             raise self._wrong(tensor, f"{words} {dtype} codes {list(tensor.shape)} expected, found none", "E0513")
-        if dtype == "F8_E8M0" or name.endswith(LONELY):
+        if dtype == "F8_E8M0" or name.endswith((SCALE_INV, *companion_suffixes())):
             raise self._wrong(tensor, "codes (F8_E4M3 or I8) beside this scale expected, found none", "E0513")
         scaled = any(name + end in self.tensors for end in ("_scale", "_scale_inv"))
         if dtype not in PLAIN and (number or scaled):

@@ -238,6 +238,7 @@ FAULTS = {
     "two of a role": (having(f"{UP}.packed_q", Tensor("I8", (512, 256), bytes(131072))), "E0512", f"{UP}.packed_q"),
     "a dense one of another shape": (having(f"{Q}.weight_qscale", Tensor("F32", (256, 4), bytes(4096))), "E0515",
                                      f"{Q}.weight_qscale"),
+    "a dense scale alone": (without(f"{Q}.weight_q"), "E0513", f"{Q}.weight_qscale"),
     "no number": (with_nan(f"{UP}.weight_qscale"), "E0702", f"{UP}.weight_q"),
     "a dense one that is no number": (with_nan(f"{Q}.weight_qscale"), "E0702", f"{Q}.weight_q"),
 }  # fmt: skip

@@ -36,7 +36,8 @@ from pagestone.formats.layout import CODES
 __all__ = [
     "Candidate", "Claim", "Codec", "ConfigFacts", "EncodeStats", "Layout", "Multiplying", "Option", "Problem",
     "Reading", "Refusal", "Stored", "Telling", "Tensor", "Writing",
-    "claim", "codes_dtypes", "codes_suffixes", "every", "get", "read_names", "registered", "registry", "suffixes",
+    "claim", "codes_dtypes", "codes_suffixes", "companion_suffixes", "every", "get", "read_names", "registered",
+    "registry", "suffixes",
 ]  # fmt: skip
 
 _added: list[type[Reading]] = []
@@ -86,6 +87,14 @@ def suffixes() -> frozenset[str]:
 def codes_suffixes() -> tuple[str, ...]:
     """What the tensor with the codes may be called, each name once, the usual one first."""
     return tuple(dict.fromkeys(["weight", *(s for cls in every() for s in cls.spellings.get(CODES, ()))]))
+
+
+def companion_suffixes() -> tuple[str, ...]:
+    """What tensors may be called that mean nothing without their codes; a plain "scale" may be a parameter."""
+    return tuple(
+        s for cls in every() for role, names in cls.spellings.items() for s in names
+        if role != CODES and s.startswith("weight_")
+    )  # fmt: skip
 
 
 def codes_dtypes(*, plain: bool) -> tuple[str, ...]:
