@@ -15,7 +15,7 @@ from pagestone.convert.errors import machine_errors
 from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, RECORDS, TEMPLATES, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, parse_header, read_text
 from pagestone.formats.storage import AnyPlace, Kind, Place, Stamp, place_of
 from pagestone.formats.strict_json import MAX_NODES, Config, load_object
@@ -194,7 +194,8 @@ def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkp
     side = list(list_side_files(root, {*shards, *named}, warnings))
     if container:
         side = [
-            replace(f, rule="of the container, not of the model") if f.name in (MANIFEST, EXPERTS) else f for f in side
+            replace(f, rule="of the container, not of the model") if f.name in (MANIFEST, EXPERTS, RECORDS) else f
+            for f in side
         ]
     copied = [f.name for f in side if f.rule in (None, CODE)]
     directory.refuse_unfinished(root, (), copied)

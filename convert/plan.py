@@ -28,7 +28,7 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import LayoutError, RequestError
 from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
-from pagestone.formats.manifest import EXPERTS, MANIFEST
+from pagestone.formats.manifest import DIGEST_BYTES, EXPERTS, MANIFEST, RECORDS
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
 from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
@@ -37,7 +37,8 @@ from pagestone.formats.text import natural
 DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
 OUR_NAMES = re.compile(
-    rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS)}|(layers|mtp)-\d+(\.rowsum)?\.safetensors|dense-\d+-of-\d+\.safetensors"
+    rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS)}|{re.escape(RECORDS)}|"
+    r"(layers|mtp)-\d+(\.rowsum)?\.safetensors|dense-\d+-of-\d+\.safetensors"
 )
 EXPERT_LIKE = re.compile(r".*(expert|[._](moe|(in|out)put_linear)[._]).*")
 """Names of tensors that are some model's experts, or stand beside them."""
@@ -127,6 +128,7 @@ class Plan:
         sizes = {name: len(data) for name, data in self.generated.items()}
         sizes |= {f.name: f.nbytes for f in self.side_files if f.rule is None}
         sizes |= {t.name: t.nbytes for t in self.dense}
+        sizes[RECORDS] = DIGEST_BYTES * sum(t.file.count for t in self.layers)
         for target in self.layers:
             sizes[target.name] = target.nbytes
             if target.sidecar is not None:

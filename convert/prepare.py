@@ -19,7 +19,7 @@ from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.errors import machine_errors
 from pagestone.convert.journal import FinishedFile, file_digest
-from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, own_file, sync_directory
+from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, own_file, sync_directory, write_durably
 from pagestone.convert.outcome import Outcome
 from pagestone.convert.pipeline import ALL_ZERO, Progress, convert
 from pagestone.convert.plan import Plan, Request, check_paths, plan_checkpoint
@@ -34,14 +34,15 @@ from pagestone.convert.publish import (
     was_container,
 )
 from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
-from pagestone.formats.digests import Hasher
+from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layer_file import SPEC_VERSION
-from pagestone.formats.layout import CODES, PARTS, layer_entries
+from pagestone.formats.layout import CODES, PARTS, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS,
     MANIFEST,
     PARTIAL,
+    RECORDS,
     FileDigest,
     LayerEntry,
     Manifest,
@@ -276,19 +277,22 @@ def _withdraw(work: WorkDirectory, made: list[Path]) -> None:
 
 
 def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
-    """Write experts.parquet and make the manifest from the journal's digests.
+    """Write records.xxh3 and experts.parquet, and make the manifest from the journal's digests.
 
     `sha256` reads every file back: workers write records in any order, and SHA-256 has no order but one.
     """
     raw = work.file(EXPERTS)
     raw.unlink(missing_ok=True)
     with named(raw):
-        write_experts(raw, expert_columns(plan, work.finished), table_columns(plan))
+        write_experts(raw, expert_columns(plan, work.finished), record_roles(plan))
         with raw.open("rb") as handle:
             os.fsync(handle.fileno())
     files = {
         name: FileDigest(f.nbytes, bytes.fromhex(f.xxh3)) for name, f in work.finished.items() if name in plan.files
     }
+    digests = b"".join(bytes.fromhex(r) for t in plan.layers for r in work.finished[t.name].records)
+    write_durably(work.file(RECORDS), digests, work.lacks)
+    files[RECORDS] = FileDigest(len(digests), digest(digests))
     files[EXPERTS] = FileDigest(raw.stat().st_size, file_digest(raw, 0))
     sync_directory(work.path, work.lacks)
     if sha256:
@@ -301,6 +305,8 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
         source=plan.source_facts,
         layers=tuple(LayerEntry(t.name, t.file.block, t.file.layer, t.file.count, t.sidecar) for t in plan.layers),
         files=files,
+        include_code=plan.request.include_code,
+        merge_unlisted=plan.request.merge_unlisted,
     )
 
 
@@ -310,28 +316,26 @@ def _sha256(path: Path) -> bytes:
     return hasher.digest()
 
 
-def table_columns(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The columns of experts.parquet: all layers have the same roles."""
-    return columns_for(plan.layers[0].file.layout().record.roles)
+def record_roles(plan: Plan) -> tuple[str, ...]:
+    """The roles of the plan's encoding that lie in a record."""
+    return plan.layers[0].file.layout(0).record.roles
 
 
 def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:
     """The columns of experts.parquet, a layer at a time: one row for every matrix, in order of expert and part."""
+    roles = record_roles(plan)
     for target in plan.layers:
-        columns: dict[str, list[Any]] = {name: [] for name, _ in table_columns(plan)}
+        columns: dict[str, list[Any]] = {name: [] for name, _ in columns_for(roles)}
         file, layout, done = target.file, target.file.layout(), finished[target.name]
-        names = (e[0] for e in layer_entries(layout.record, file.count, file.prefix, file.part_names))
-        by_slot = {}
         for expert in range(file.count):
-            for slot in layout.record.slots:
-                by_slot[slot.part, slot.role] = next(names)
             for number, part in enumerate(PARTS):
+                codes = layout.record.slot(part, CODES)
                 rows, cols = file.shape.matrix(part)
                 row = {
                     "file": target.name, "block": file.block, "layer": file.layer, "expert": expert, "part": part,
-                    "tensor": by_slot[part, CODES], "rows": rows, "columns": cols,
+                    "tensor": tensor_name(file.prefix, expert, file.part_names, codes), "rows": rows, "columns": cols,
                     "record_offset": layout.record_offset(expert), "record_bytes": layout.stride,
-                    "record_xxh3_128": done.records[expert], **places(layout, expert, part),
+                    **places(layout, expert, part),
                     "squared_error": done.stats[expert][2 * number], "squared_norm": done.stats[expert][2 * number + 1],
                 }  # fmt: skip
                 for name, value in row.items():

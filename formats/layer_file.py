@@ -41,7 +41,9 @@ from pagestone.formats.safetensors_header import (
 from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.formats.strict_json import brief
 
-SPEC_VERSION = "1"
+SPEC_VERSION = "2"
+UNRELEASED = ("1",)
+"""Versions that only unreleased programs wrote."""
 KEY = "pagestone."
 PAIR = "gate_up"
 """gate and up in one tensor, as they stand in a sidecar and in the reader's fused matrix."""
@@ -170,6 +172,14 @@ class LayerFile:
         return build_header(entries, self.sidecar_metadata(), PAGE, limit)
 
 
+def other_version(found: Any) -> tuple[str, str]:
+    """What is wrong with a version that is not `SPEC_VERSION`, and what to do about it."""
+    message = f"spec version {SPEC_VERSION} expected, found {brief(found)}"
+    if found in UNRELEASED:
+        return f"{message}: made by an unreleased version", "convert again"
+    return message, "use a version of pagestone that knows it, or convert again"
+
+
 def _compact(value: Any) -> str:
     """JSON as headers have it."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -282,7 +292,7 @@ def _described(stored: Mapping[str, str], file: Place) -> LayerFile:
     """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
     meta = _Metadata(stored, file)
     if meta.text("spec") != SPEC_VERSION:
-        raise _not_understood(f"spec version {SPEC_VERSION} expected, found {brief(meta.text('spec'))}", file)
+        raise _not_understood(other_version(meta.text("spec"))[0], file)
     block, part_names = meta.one_of("block", BLOCKS), meta.part_names()
     parameters, bias = meta.parameters(), meta.bias_dtype()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from pagestone.formats import strict_json
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, sidecar_name
+from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, other_version, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, LayerLayout
 from pagestone.formats.parquet_pages import footer_bytes, row_groups, unfolded_bytes
 from pagestone.formats.storage import AnyPlace, Place, place_of
@@ -20,6 +20,9 @@ from pagestone.formats.strict_json import MAX_NODES, brief
 
 MANIFEST = "manifest.json"
 EXPERTS = "experts.parquet"
+RECORDS = "records.xxh3"
+"""The digest of every record, 16 bytes each: layers in the manifest's order, experts in order."""
+DIGEST_BYTES = 16
 PARTIAL = ".pagestone-partial"
 """The subfolder of an output in which a conversion works; private to the converter."""
 NOT_IN_ID = (MANIFEST, EXPERTS)
@@ -53,7 +56,9 @@ class Manifest:
 
     `partial` is (first, end) of the decoder layers of a container made with --layers, else None; `source` holds facts
     about where the weights came from (family, fingerprint, element types), none of them a path or a time. Nobody may
-    need them: they may be absent, or anything that canonical JSON can hold.
+    need them: they may be absent, or anything that canonical JSON can hold. `include_code` and `merge_unlisted` are
+    what else was asked for: with codec, parameters and `partial` they are the request, from which the same source is
+    planned again.
     """
 
     codec: str
@@ -63,12 +68,25 @@ class Manifest:
     source: Mapping[str, Any]
     layers: tuple[LayerEntry, ...]
     files: Mapping[str, FileDigest] = field(default_factory=dict)
+    include_code: bool = False
+    merge_unlisted: bool = False
 
     @property
     def container_id(self) -> str:
         """Identity of the contents, 32 hexadecimal digits; see `digests.container_id`."""
         files = {name: f.xxh3 for name, f in self.files.items() if name not in NOT_IN_ID}
         return container_id(files, self.codec, self.parameters, SPEC_VERSION).hex()
+
+    def records(self, raw: bytes) -> dict[str, tuple[bytes, ...]]:
+        """The digests in the bytes of records.xxh3, by layer file; `ValueError` if they are not one a record."""
+        if len(raw) != DIGEST_BYTES * sum(entry.experts for entry in self.layers):
+            raise ValueError(f"{DIGEST_BYTES} bytes a record expected, found {len(raw)}")
+        found, at = {}, 0
+        for entry in self.layers:
+            end = at + DIGEST_BYTES * entry.experts
+            found[entry.file] = tuple(raw[n : n + DIGEST_BYTES] for n in range(at, end, DIGEST_BYTES))
+            at = end
+        return found
 
     @property
     def matrices(self) -> int:
@@ -82,6 +100,7 @@ class Manifest:
             "codec": {"name": self.codec, "parameters": dict(self.parameters)},
             "lossless": self.lossless,
             "partial": None if self.partial is None else list(self.partial),
+            "request": {"include_code": self.include_code, "merge_unlisted": self.merge_unlisted},
             "source": dict(self.source),
             "layers": [
                 {"file": e.file, "block": e.block, "layer": e.layer, "experts": e.experts, "sidecar": e.sidecar}
@@ -116,12 +135,8 @@ def read_manifest(path: AnyPlace) -> Manifest:
     except (ValueError, KeyError, TypeError):
         raise fail("a pagestone manifest expected, found something else", "E0301") from None
     if version != SPEC_VERSION:
-        raise DataError(
-            f"spec version {SPEC_VERSION} expected, found {brief(version)}",
-            code="E0302",
-            file=file,
-            remedy="use a version of pagestone that knows it, or convert again",
-        )
+        message, what_to_do = other_version(version)
+        raise DataError(message, code="E0302", file=file, remedy=what_to_do)
     try:
         recorded = table.pop("digest")
         actual = digest(canonical_json(table)).hex()
@@ -139,6 +154,10 @@ def read_manifest(path: AnyPlace) -> Manifest:
     problem = _layer_problem(manifest)
     if problem is not None:
         raise fail(problem, "E0308")
+    needed = DIGEST_BYTES * sum(entry.experts for entry in manifest.layers)
+    listed = manifest.files[RECORDS].nbytes if RECORDS in manifest.files else "none"
+    if listed != needed:
+        raise fail(f"{RECORDS} of {needed} bytes expected among the files, found {listed}", "E0316")
     if manifest.to_bytes() != raw:
         raise fail("canonical JSON of exactly the fields specified expected, found other bytes", "E0307")
     return manifest
@@ -202,6 +221,8 @@ def _manifest(table: Any) -> Manifest:
         lossless=_typed(table, "lossless", bool),
         partial=partial,
         source=_typed(table, "source", dict),
+        include_code=_typed(_typed(table, "request", dict), "include_code", bool),
+        merge_unlisted=_typed(table["request"], "merge_unlisted", bool),
         layers=tuple(
             LayerEntry(
                 _typed(entry, "file", str),
@@ -271,43 +292,33 @@ COLUMNS = (
     ("columns", "int32"),
     ("record_offset", "int64"),
     ("record_bytes", "int64"),
-    ("record_xxh3_128", "string"),
-    ("codes_offset", "int64"),
-    ("codes_bytes", "int64"),
-    ("scales_offset", "int64"),
-    ("scales_bytes", "int64"),
     ("squared_error", "float64"),
     ("squared_norm", "float64"),
 )
-"""Columns of experts.parquet: a row a matrix. Offsets are absolute in `file`, in bytes; scales null if none."""
-
-
-LISTED, UNLISTED = ("codes", "scales"), ("biases",)
-"""Roles that have columns in every table; those that have none."""
+"""Columns that every experts.parquet has, a row a matrix; offsets are absolute in `file`, in bytes."""
+SUMS = COLUMNS[-2:]
+"""What an encoding cost; those of roles stand before them."""
+OF_ROLE = ("_offset", "_bytes")
+"""How the two columns of a role end, int64 both: where its tensor begins in `file`, and its length."""
 
 
 def columns_for(roles: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """`COLUMNS`, and before the statistics `<role>_offset` and `<role>_bytes` of every other role of a record."""
-    others = [role for role in roles if role not in LISTED + UNLISTED]
-    added = tuple((f"{role}_{what}", "int64") for role in others for what in ("offset", "bytes"))
-    return COLUMNS[:-2] + added + COLUMNS[-2:]
+    """The columns for an encoding with these roles in a record."""
+    return (*COLUMNS[: -len(SUMS)], *((role + end, "int64") for role in roles for end in OF_ROLE), *SUMS)
 
 
-def places(layout: LayerLayout, expert: int, part: str) -> dict[str, int | None]:
-    """Where every stored tensor of a matrix lies, by the names of its columns; None for a role it has not."""
-    start, slots = layout.record_offset(expert), {slot.role: slot for slot in layout.record.of_part(part)}
-    found: dict[str, int | None] = {}
-    for role in dict.fromkeys((*LISTED, *layout.record.roles)):
-        if role not in UNLISTED:
-            found[f"{role}_offset"] = start + slots[role].offset if role in slots else None
-            found[f"{role}_bytes"] = slots[role].nbytes if role in slots else None
+def places(layout: LayerLayout, expert: int, part: str) -> dict[str, int]:
+    """Where every stored tensor of a matrix lies in its file, by the names of its columns."""
+    start = layout.record_offset(expert)
+    found: dict[str, int] = {}
+    for role in layout.record.roles:
+        slot = layout.record.slot(part, role)
+        found |= dict(zip((role + end for end in OF_ROLE), (start + slot.offset, slot.nbytes), strict=True))
     return found
 
 
 def write_experts(
-    path: str | os.PathLike[str],
-    groups: Iterable[Mapping[str, Sequence[Any]]],
-    columns: Sequence[tuple[str, str]] = COLUMNS,
+    path: str | os.PathLike[str], groups: Iterable[Mapping[str, Sequence[Any]]], roles: Sequence[str]
 ) -> None:
     """Write experts.parquet; every item of `groups` (equally long columns, see `columns_for`) becomes a row group.
 
@@ -316,14 +327,14 @@ def write_experts(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in columns])
+    schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in columns_for(roles)])
     # open files, not paths: pyarrow would take a name with a colon for a URI
     with (
         Path(path).open("wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd", version="2.6", store_schema=False) as writer,
     ):
-        for group in groups:
-            arrays = [pa.array(group[name], schema.field(name).type) for name, _ in columns]
+        for columns in groups:
+            arrays = [pa.array(columns[name], kind) for name, kind in zip(schema.names, schema.types, strict=True)]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
@@ -333,13 +344,10 @@ PAGES_ROW, FOOTER_ROW = 2048, 64
 """Bytes a row on top of these. Real tables have about 300 and 10."""
 UNKNOWN = 1 << 14
 """The most rows of a table whose number of rows nobody knows."""
-NULLABLE = ("scales_offset", "scales_bytes")
 
 
-def read_experts(
-    path: AnyPlace, rows: int | None = None, columns: Sequence[tuple[str, str]] = COLUMNS
-) -> dict[str, list[Any]]:
-    """The columns of experts.parquet as lists, those that are asked for.
+def read_experts(path: AnyPlace, rows: int | None = None, roles: Iterable[str] | None = None) -> dict[str, list[Any]]:
+    """The columns of experts.parquet as lists: those of `columns_for(roles)`, or with None of all roles in the file.
 
     `rows` is how many there must be (`Manifest.matrices`); None for any number up to 16,384. It bounds what the file
     may unfold to, and is compared before anything is read. Raises `DataError` (E031x) if the file is damaged, lacks a
@@ -355,7 +363,7 @@ def read_experts(
 
     raw = _table_bytes(file, UNKNOWN if rows is None else rows, fail)
     try:
-        return _table(raw, rows, columns, fail)
+        return _table(raw, rows, roles, fail)
     except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
         raise fail(f"a Parquet file expected: {error}", "E0311") from None
 
@@ -372,7 +380,7 @@ def _table_bytes(file: Place, rows: int, fail: Fail) -> bytes:
     return file.read_bytes()
 
 
-def _table(raw: bytes, rows: int | None, columns: Sequence[tuple[str, str]], fail: Fail) -> dict[str, list[Any]]:
+def _table(raw: bytes, rows: int | None, roles: Iterable[str] | None, fail: Fail) -> dict[str, list[Any]]:
     """The columns of a Parquet file, after its footer and the headers of its pages were compared with `rows`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -386,24 +394,33 @@ def _table(raw: bytes, rows: int | None, columns: Sequence[tuple[str, str]], fai
     metadata, schema = file.metadata, file.schema_arrow
     if len(set(schema.names)) != len(schema.names):
         raise fail(f"columns of different names expected, found {schema.names}", "E0311")
-    for name, kind in columns:
+    wanted_columns = columns_for(_roles_of(schema.names) if roles is None else roles)
+    for name, kind in wanted_columns:
         found = [str(f.type) for f in schema if f.name == name] or ["none"]
         if found != [{"float64": "double"}.get(kind, kind)]:
             raise fail(f"column {name} of {kind} expected, found {found[0]}", "E0312")
     if metadata.num_rows > most or (rows is not None and metadata.num_rows != rows):
         wanted = f"at most {most}" if rows is None else str(rows)
         raise fail(f"{wanted} rows expected, found {metadata.num_rows}", "E0313")
-    names = [name for name, _ in columns]
+    names = [name for name, _ in wanted_columns]
     _bounded(raw, metadata.num_rows, fail)
-    texts = [name for name, kind in columns if kind == "string"]  # as dictionaries: one text, however many rows have it
+    # as dictionaries: one text, however many rows have it
+    texts = [name for name, kind in wanted_columns if kind == "string"]
     table = pq.ParquetFile(pa.BufferReader(raw), metadata=metadata, read_dictionary=texts, **how).read(
         columns=names, use_threads=False
     )
     table.validate(full=True)
     for name in names:
-        if name not in NULLABLE and table.column(name).null_count:
+        if table.column(name).null_count:
             raise fail(f"column {name} without nulls expected, found {table.column(name).null_count}", "E0314")
     return {name: [v for chunk in table.column(name).chunks for v in _values(chunk)] for name in names}
+
+
+def _roles_of(names: Sequence[str]) -> list[str]:
+    """The roles that have columns, in their order."""
+    start, end = OF_ROLE
+    roles = [name.removesuffix(start) for name in names if name.endswith(start)]
+    return [role for role in roles if role != "record" and role + end in names]
 
 
 def _values(chunk: Any) -> list[Any]:

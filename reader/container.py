@@ -30,7 +30,16 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, PAIR, LayerFile, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
-from pagestone.formats.manifest import EXPERTS, MANIFEST, TEMPLATES, LayerEntry, Manifest, no_container, read_manifest
+from pagestone.formats.manifest import (
+    EXPERTS,
+    MANIFEST,
+    RECORDS,
+    TEMPLATES,
+    LayerEntry,
+    Manifest,
+    no_container,
+    read_manifest,
+)
 from pagestone.formats.storage import place_of
 from pagestone.reader.errors import Closing, expert_number, layer_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
@@ -447,9 +456,9 @@ def open_to_run(path: str | os.PathLike[str]) -> Container:
     """`open_container`, and every side file is what the manifest says it is: for whoever runs the model.
 
     config.json, the tokenizer, the chat template and generation_config.json decide what a model answers, and one bit
-    of them changes every answer. They are small, so all files but tensors and `experts.parquet` (whose digests are
-    checked as they are used) are compared with their digests. A file of those kinds that the manifest does not list
-    would decide as well, unseen. Raises `DataError` (E1216) besides.
+    of them changes every answer. They are small, so all files but tensors, `records.xxh3` (whose digests are checked
+    as they are used) and `experts.parquet` (which no run needs) are compared with their digests. A file of those kinds
+    that the manifest does not list would decide as well, unseen. Raises `DataError` (E1216) besides.
     """
     container = open_container(path)
     here = (p for where in (container.path, container.path / TEMPLATES) if where.is_dir() for p in where.iterdir())
@@ -463,7 +472,7 @@ def open_to_run(path: str | os.PathLike[str]) -> Container:
                 remedy="move it away; a changed config or template is converted again with the checkpoint",
             )
     for name, entry in container.manifest.files.items():
-        if name == EXPERTS or name.endswith(".safetensors"):
+        if name in (EXPERTS, RECORDS) or name.endswith(".safetensors"):
             continue
         file, hasher = container.path / name, Hasher()
         with MachineErrors(file, "reading"):

@@ -26,7 +26,7 @@ import numpy as np
 from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
-from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.manifest import RECORDS
 from pagestone.formats.storage import place_of
 from pagestone.reader.cache import ExpertCache
 from pagestone.reader.container import NOTHING, Beside, Container, Layer, sidecar_views
@@ -83,24 +83,19 @@ class ExpertStore(Protocol):
 class RecordDigests:
     """The recorded digest of every record, tied to the container id.
 
-    experts.parquet is in no container id, so a layer's digests are believed only if they and the head of the layer's
+    A layer's digests are believed only if they and the head of the layer's
     file add up to the digest of the layer file that the manifest states.
     """
 
     def __init__(self, container: Container) -> None:
         self._manifest = container.manifest
-        path = container.path / EXPERTS
-        self._path = path
-        self._by_file: dict[str, dict[int, bytes]] = {}
+        path = self._path = container.path / RECORDS
         with MachineErrors(path, "reading"):
-            columns = read_experts(path, container.manifest.matrices)
+            raw = place_of(path).read_bytes()
         try:
-            for file, expert, value in zip(columns["file"], columns["expert"], columns["record_xxh3_128"], strict=True):
-                known = self._by_file.setdefault(file, {}).setdefault(expert, bytes.fromhex(value))
-                if known.hex() != value:
-                    raise self._error(f"one digest for expert {expert} of {file} expected, found two")
-        except (ValueError, TypeError):
-            raise self._error("record digests expected as 32 hexadecimal digits") from None
+            self._by_file = container.manifest.records(raw)
+        except ValueError as error:
+            raise self._error(f"record digests of the manifest's layers expected: {error}") from None
         self._checked: dict[str, tuple[bytes, ...]] = {}
 
     def _error(self, message: str) -> DataError:
@@ -111,10 +106,7 @@ class RecordDigests:
         name = layer.entry.file
         known = self._checked.get(name)
         if known is None:
-            found = self._by_file.get(name, {})
-            if sorted(found) != list(range(len(layer))):
-                raise self._error(f"{len(layer)} records of {name} expected, found {len(found)}")
-            known = tuple(found[e] for e in range(len(layer)))
+            known = self._by_file[name]
             with MachineErrors(layer.path, "reading"):
                 head = place_of(layer.path).read(0, layer.layout.data_start)
             if layer_digest(head, known) != self._manifest.files[name].xxh3:

@@ -28,7 +28,7 @@ from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, f32_to_bf16, to_f32
 from pagestone.formats.layout import PARTS, record_layout
-from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, read_experts, write_experts
+from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, RECORDS, read_experts, write_experts
 from pagestone.formats.safetensors_header import build_header
 from pagestone.reader.container import Container, Layer, open_container
 
@@ -296,7 +296,7 @@ def with_f32_scales(root: Path) -> None:
         columns["scales_offset"][row] = layout.record_offset(0) + slot.offset
         columns["scales_bytes"][row] = slot.nbytes
         columns["squared_error"][row] = columns["squared_norm"][row] = 0.0
-    write_experts(root / EXPERTS, [columns])
+    write_experts(root / EXPERTS, [columns], layout.record.roles)
     edit_manifest(root, lambda t: t.update(codec={"name": "fp8", "parameters": file.codec.parameters}, lossless=True))
 
 
@@ -310,23 +310,20 @@ def edit_manifest(root: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     (root / MANIFEST).write_bytes(canonical_json(table))
 
 
-def records_of(path: Path, stride: int) -> tuple[bytes, list[bytes]]:
-    """What stands before the data of a safetensors file, and its data in pieces of `stride` bytes."""
+def records_of(path: Path, count: int) -> tuple[bytes, list[bytes]]:
+    """What stands before the data of a safetensors file, and its data in `count` pieces."""
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
+    stride = (len(raw) - start) // count
     return raw[:start], [raw[at : at + stride] for at in range(start, len(raw), stride)]
 
 
-def seal(root: Path, committed: Path | None = None) -> None:
-    """Recompute record digests in experts.parquet, every file's digest, the container id and the manifest's digest."""
+def seal(root: Path, committed: Path | None = None, *, keep_records: bool = False) -> None:
+    """Recompute records.xxh3, every file's digest, the container id and the manifest's digest."""
     table = json.loads((root / MANIFEST).read_bytes())
-    layer_files = {e["file"] for e in table["layers"]}
-    columns = read_experts(root / EXPERTS)
-    strides = dict(zip(columns["file"], columns["record_bytes"], strict=True))
-    parts = {name: records_of(root / name, strides[name]) for name in layer_files & strides.keys()}
-    for row, (file, expert) in enumerate(zip(columns["file"], columns["expert"], strict=True)):
-        columns["record_xxh3_128"][row] = digest(parts[file][1][expert]).hex()
-    write_experts(root / EXPERTS, [columns])
+    parts = {e["file"]: records_of(root / e["file"], e["experts"]) for e in table["layers"]}
+    if not keep_records:
+        (root / RECORDS).write_bytes(b"".join(digest(r) for _, records in parts.values() for r in records))
     kept = None if committed is None else committed / EXPERTS
     if kept is not None and kept.is_file() and read_experts(kept) == read_experts(root / EXPERTS):
         shutil.copyfile(kept, root / EXPERTS)
@@ -440,6 +437,7 @@ class Rejected:
     verify: tuple[str, ...]
     plain: bool = True
     sealed: bool = True
+    keep_records: bool = False
 
 
 SMALL, SIDE = "layers-01.safetensors", "layers-01.rowsum.safetensors"
@@ -559,7 +557,7 @@ def columns(edit: Callable[[dict[str, list[Any]]], object]) -> Callable[[Path], 
     def change(root: Path) -> None:
         table = read_experts(root / EXPERTS)
         edit(table)
-        write_experts(root / EXPERTS, [table])
+        write_experts(root / EXPERTS, [table], [n.removesuffix("_bytes") for n in table if n.endswith("_bytes")][1:])
 
     return change
 
@@ -587,8 +585,23 @@ S = "int8-small"
 REJECT: dict[str, Rejected] = {
     # the manifest
     "manifest-garbage": Rejected(S, "half a manifest", cut(MANIFEST, 200), "E0301", ("E0301",), sealed=False),
-    "manifest-version": Rejected(S, "spec version 2", manifest(lambda t: t["pagestone"].update(spec_version="2")),
+    "manifest-version": Rejected(S, "spec version 3", manifest(lambda t: t["pagestone"].update(spec_version="3")),
                                  "E0302", ("E0302",), sealed=False),
+    "manifest-unreleased": Rejected(S, "spec version 1, as it was", lambda root: unreleased(root), "E0302",
+                                    ("E0302",), sealed=False),
+    "manifest-no-request": Rejected(S, "no field request", manifest(lambda t: t.pop("request")), "E0304",
+                                    ("E0304",), sealed=False),
+    "manifest-request": Rejected(S, "a request that is not true or false",
+                                 manifest(lambda t: t["request"].update(include_code=1)), "E0304", ("E0304",),
+                                 sealed=False),
+    "manifest-request-more": Rejected(S, "a request for more than there is",
+                                      manifest(lambda t: t["request"].update(layers=[1, 2])), "E0307", ("E0307",),
+                                      sealed=False),
+    "manifest-no-records": Rejected(S, "the digests of records are not listed",
+                                    manifest(lambda t: t["files"].pop(RECORDS)), "E0316", ("E0316",), sealed=False),
+    "manifest-records": Rejected(S, "fewer digests than records", both(
+        cut(RECORDS, -16), manifest(lambda t: t["files"][RECORDS].update(bytes=16))), "E0316", ("E0316",),
+        sealed=False),
     "manifest-altered": Rejected(S, "a field changed, the digest not",
                                  manifest(lambda t: t.update(lossless=True), signed=False), "E0303", ("E0303",),
                                  sealed=False),
@@ -616,7 +629,7 @@ REJECT: dict[str, Rejected] = {
                                     manifest(lambda t: t["codec"].update(parameters={"group": 64})), "E0102",
                                     ("E0102",), sealed=False),
     "manifest-experts": Rejected(S, "another number of experts than the layer has",
-                                 manifest(lambda t: t["layers"][0].update(experts=3)), "E0321",
+                                 lambda root: more_experts(root), "E0321",
                                  ("E0321",), sealed=False),
     "manifest-no-sidecar": Rejected(S, "the sidecar is neither there nor mentioned", lambda root: no_sidecar(root),
                                     "E0321", ("E0321",), sealed=False),
@@ -630,6 +643,12 @@ REJECT: dict[str, Rejected] = {
                               ("E1001",), sealed=False),
     "parquet-flipped": Rejected(S, "a bit of the footer of experts.parquet", flip(EXPERTS, -20), None,
                                 ("E0311", "E1001"), sealed=False),
+    "records-missing": Rejected(S, "no digests of records", lambda root: (root / RECORDS).unlink(), "E0332",
+                                ("E0332",), sealed=False),
+    "records-flipped": Rejected(S, "a bit of a record's digest", flip(RECORDS, 17), None, ("E1001", "E1040"),
+                                sealed=False),
+    "records-of-others": Rejected(S, "digests that are not the records', the file's own digest right",
+                                  flip(RECORDS, 17), None, ("E1040",), keep_records=True),
     "code-flipped": Rejected("fp8-edge", "a bit of a code", flip(EDGE, 8192 + 5), None, ("E1001",), sealed=False),
     "pad-flipped": Rejected(S, "a bit of a pad", flip(SMALL, -1), None, ("E1001", "E1006"), sealed=False),
     "header-space": Rejected(S, "the header is padded with a tab", lambda root: tabbed(root), None, ("E1001",),
@@ -650,8 +669,8 @@ REJECT: dict[str, Rejected] = {
     "layer-size": Rejected(S, "a tensor whose offsets do not fit its shape",
                            header(SMALL, lambda t: t[f"{PREFIX}.0.up_proj.weight"].update(shape=[7, 15])), "E0210",
                            ("E0210",)),
-    "layer-spec": Rejected(S, "spec version 2 in a layer file",
-                           text(SMALL, '"pagestone.spec":"1"', '"pagestone.spec":"2"'), "E0221", ("E0221",)),
+    "layer-spec": Rejected(S, "spec version 3 in a layer file",
+                           text(SMALL, '"pagestone.spec":"2"', '"pagestone.spec":"3"'), "E0221", ("E0221",)),
     "layer-codec": Rejected(S, "an unknown codec in a layer file",
                             text(SMALL, '"pagestone.codec":"int8"', '"pagestone.codec":"int7"'), "E0221", ("E0221",)),
     "layer-stride": Rejected(S, "a stride that is not the record's length",
@@ -813,6 +832,22 @@ def wrong_id(root: Path) -> None:
     (root / MANIFEST).write_bytes(canonical_json(table))
 
 
+def unreleased(root: Path) -> None:
+    """A manifest with the fields that version 1 had, as nobody may read it any more."""
+    edit_manifest(root, lambda t: t["pagestone"].update(spec_version="1"))
+    edit_manifest(root, lambda t: (t.pop("request"), t["files"].pop(RECORDS)))
+    sign(root, json.loads((root / MANIFEST).read_bytes()))
+
+
+def more_experts(root: Path) -> None:
+    """A third expert, and a digest for it, of a layer that has two."""
+    raw = (root / RECORDS).read_bytes() + bytes(16)
+    (root / RECORDS).write_bytes(raw)
+    listed = {"bytes": len(raw), "xxh3_128": digest(raw).hex()}
+    edit_manifest(root, lambda t: (t["layers"][0].update(experts=3), t["files"].update({RECORDS: listed})))
+    sign(root, json.loads((root / MANIFEST).read_bytes()))
+
+
 def path_outside(root: Path) -> None:
     edit_manifest(root, lambda t: t["files"].update({"../README.md": t["files"].pop("README.md")}))
     sign(root, json.loads((root / MANIFEST).read_bytes()))
@@ -939,7 +974,7 @@ def make_reject(name: str, base: Files, work: Path) -> dict[str, Any]:
             committed = write_files(
                 work / "committed" / name, apply(json.loads(path.read_bytes())["patch"], files_of(accepted(case.base)))
             )
-        seal(root, committed)
+        seal(root, committed, keep_records=case.keep_records)
     return {
         "what": case.what,
         "base": case.base,

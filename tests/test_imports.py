@@ -195,6 +195,50 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+ARROW = """
+import sys
+from pathlib import Path
+from pagestone.convert import prepare as preparing
+from pagestone.convert.plan import Request, make_plan
+from pagestone.formats import encodings
+from pagestone.reader.container import open_container, open_to_run
+from pagestone.reader.store import StoreOptions, open_store
+source, output = Path(sys.argv[1]), Path(sys.argv[2])
+if sys.argv[3] == "convert":
+    class Enough(Exception):
+        pass
+    def write(*_):
+        raise Enough if "pyarrow" not in sys.modules else AssertionError("pyarrow is there before the table is written")
+    preparing.write_experts = write
+    for _ in range(2):  # the second run resumes: all is done but the table
+        try:
+            preparing.prepare(make_plan(Request(source, encodings.get("int8"))), output, workers=2)
+        except Enough:
+            continue
+        raise AssertionError("no table was written")
+else:
+    with open_to_run(output) as container:
+        assert container.layers[0].expert(0).gate.decode().any()
+        store, _ = open_store(container, StoreOptions(sys.argv[3], 1 << 20))
+        with store, store.step(0, [1]) as step, step.lease(1) as lease:
+            assert lease.expert.record.any()
+assert "pyarrow" not in sys.modules
+"""
+
+
+def test_pyarrow_is_for_tables_alone(tmp_path):
+    """A conversion needs it when it writes experts.parquet, not before and not to resume; opening and reading experts
+    with their digests never do."""
+    source = T_BLOCK.write(tmp_path / "s")
+    for output, what in (("o", "convert"), ("o", "finish"), ("o", "direct"), ("o", "mmap"), ("o", "resident")):
+        if what == "finish":
+            command = [sys.executable, "-m", "pagestone", "prepare-int8", source, "-o", tmp_path / output]
+        else:
+            command = [sys.executable, "-c", ARROW, source, tmp_path / output, what]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (what, done.stderr)
+
+
 def test_commands_need_no_torch(tmp_path):
     """`import pagestone`, --help, prepare-*, inspect and verify work, and try to import none of the heavy libraries."""
     T_BLOCK.write(tmp_path / "s")

@@ -23,10 +23,12 @@ from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_layer_file, read_sidecar
-from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries
+from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS,
     MANIFEST,
+    RECORDS,
+    SUMS,
     TEMPLATES,
     LayerEntry,
     Manifest,
@@ -176,16 +178,19 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
 def check_layer(
     layer: OpenLayer,
     manifest: Manifest,
-    recorded: list[str] | None,
+    recorded: tuple[bytes, ...] | None,
     also: Callable[[OpenLayer, int, Array], list[Finding]],
     progress: Progress,
     workers: int,
 ) -> Iterator[Finding]:
     """Digests, codes, scales, pads and row sums of a layer file, expert by expert.
 
-    `recorded` are the record digests of experts.parquet (hexadecimal, by expert), which name the damaged expert;
-    `also` is asked about every record (the comparison with the source).
+    `recorded` are the layer's digests in records.xxh3, which name the damaged expert, if it is they that the layer's
+    digest is made from; `also` is asked about every record (the comparison with the source).
     """
+    head = read_exactly(layer.path, 0, layer.layout.data_start)
+    wanted = manifest.files[layer.entry.file].xxh3
+    vouched = recorded is not None and layer_digest(head, recorded) == wanted
 
     file = place_of(layer.path, once=True)
 
@@ -199,8 +204,8 @@ def check_layer(
         found = digest(raw)
         record = np.frombuffer(raw, np.uint8)
         findings = list(check_record(layer, expert, record))
-        if recorded is not None and recorded[expert] != found.hex():
-            message = f"expert {expert}: xxh3 of its record expected {recorded[expert]}, found {found.hex()}"
+        if recorded is not None and vouched and recorded[expert] != found:
+            message = f"expert {expert}: xxh3 of its record expected {recorded[expert].hex()}, found {found.hex()}"
             findings.insert(0, Finding(ERROR, "E1001", layer.entry.file, message, start))
         findings += also(layer, expert, record)
         progress(layer.layout.stride)
@@ -216,8 +221,10 @@ def check_layer(
     read = [d for d in digests if d is not None]
     if len(read) < len(digests):
         return  # an expert that was not read is a finding already; no digest of the whole can be told
-    whole = layer_digest(read_exactly(layer.path, 0, layer.layout.data_start), read)
-    wanted = manifest.files[layer.entry.file].xxh3
+    whole = layer_digest(head, read)
+    if whole == wanted and recorded is not None and not vouched:
+        message = f"other digests of {layer.entry.file}'s records expected: those here do not give the layer's digest"
+        yield Finding(ERROR, "E1040", RECORDS, message)
     if whole != wanted:
         yield Finding(
             ERROR, "E1001", layer.entry.file, f"xxh3 of the layer expected {wanted.hex()}, found {whole.hex()}"
@@ -305,24 +312,17 @@ def check_config(
 
 def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, list[Finding]]:
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
+    roles = layers[0].layout.record.roles
     try:
-        every = columns_for(layers[0].layout.record.roles if layers else ())
-        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers), every)
+        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers), roles)
     except (PagestoneError, OSError) as error:
         fault = of_error(error, EXPERTS)
         return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
-    names = [name for name, _ in every][:-2]  # without the statistics
-    found = list(zip(*(columns[n] for n in names), strict=True))
-    wanted = [row for layer in layers for row in _rows(layer)]
-    digest_at = names.index("record_xxh3_128")
+    found = zip(*(columns[name] for name, _ in columns_for(roles)[: -len(SUMS)]), strict=True)
+    wanted = (row for layer in layers for row in _rows(layer))
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
-        if have[:digest_at] + have[digest_at + 1 :] != want:
+        if have != want:
             return None, [Finding(ERROR, "E1015", EXPERTS, f"row {number}: {want} expected, found {have}")]
-    digests = columns["record_xxh3_128"]
-    for number in range(0, len(digests), len(PARTS)):
-        if len(set(digests[number : number + len(PARTS)])) != 1:
-            message = f"rows {number} to {number + 2} belong to one record, their digests differ"
-            return None, [Finding(ERROR, "E1015", EXPERTS, message)]
     return columns, []
 
 
@@ -359,23 +359,13 @@ def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: li
 
 
 def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
-    """The rows experts.parquet must have for a layer, without digests and statistics."""
+    """The rows experts.parquet must have for a layer, without the two sums."""
     file, layout = layer.file, layer.layout
     for expert in range(file.count):
-        start = layout.record_offset(expert)
-        for part, name in zip(PARTS, file.part_names, strict=True):
-            yield (
-                layer.entry.file,
-                file.block,
-                file.layer,
-                expert,
-                part,
-                f"{file.prefix}.{expert}.{name}.{layout.record.slot(part, CODES).suffix}",
-                *file.shape.matrix(part),
-                start,
-                layout.stride,
-                *places(layout, expert, part).values(),
-            )
+        for part in PARTS:
+            name = tensor_name(file.prefix, expert, file.part_names, layout.record.slot(part, CODES))
+            where = (layer.entry.file, file.block, file.layer, expert, part, name, *file.shape.matrix(part))
+            yield (*where, layout.record_offset(expert), layout.stride, *places(layout, expert, part).values())
 
 
 def codec_of(manifest: Manifest) -> Codec:

@@ -19,7 +19,7 @@ PAGE, PARTS, FLOATS = 4096, ("gate", "up", "down"), ("BF16", "F16", "F32")
 TYPES = {"BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "BF16": "<u2",
          "F16": "<f2", "I16": "<i2", "U16": "<u2", "F32": "<f4", "I32": "<i4", "U32": "<u4", "F64": "<f8",
          "I64": "<i8", "U64": "<u8", "C64": "<c8"}  # fmt: skip
-FIELDS = "codec container_id files layers lossless pagestone partial source"
+FIELDS = "codec container_id files layers lossless pagestone partial request source"
 E4M3 = [(1.0 - 2 * (c >> 7)) * (c & 7 | 8 * (c & 120 > 0)) * 2.0 ** (max(c >> 3 & 15, 1) - 10) for c in range(256)]
 Tensors = dict[str, tuple[str, tuple[int, ...], int, int]]  # name -> type, shape, offset, bytes
 
@@ -121,7 +121,7 @@ class Layer:
         need(sound, f"{name}: parameters {p}, biases of type {bias}, rows of {h} and {i} elements")
         self.slots, self.stride = record([make(*s, p) for s in ((i, h), (i, h), (h, i))], self.names, bias)
         offsets = {slot: place[2] for slot, place in self.slots.items() if "." in slot}
-        stated = {"spec": "1", "codec": codec["name"], "parameters": p, "block": entry["block"], "hidden": h,
+        stated = {"spec": "2", "codec": codec["name"], "parameters": p, "block": entry["block"], "hidden": h,
                   "layer": entry["layer"], "experts": entry["experts"], "intermediate": i, "stride": self.stride,
                   "prefix": meta["prefix"], "parts": self.names, "offsets": offsets, "bias_dtype": bias}  # fmt: skip
         texts = {k: v if isinstance(v, str) else canonical(v).decode() for k, v in stated.items() if v is not None}
@@ -166,23 +166,29 @@ def read(root: Path) -> tuple[str, list[Layer]]:
     manifest = json.loads(raw := (root / "manifest.json").read_bytes())
     need(canonical(manifest) == raw, "manifest.json: not canonical JSON")
     need(manifest.pop("digest") == xxh3(canonical(manifest)).hex(), "manifest.json: its own digest is wrong")
-    known = " ".join(sorted(manifest)) == FIELDS and manifest["pagestone"] == {"spec_version": "1"}
-    need(known, f"manifest.json: spec version 1 with exactly the fields {FIELDS} expected")
+    need(manifest["pagestone"] != {"spec_version": "1"}, "made by an unreleased version: convert again")
+    known = " ".join(sorted(manifest)) == FIELDS and manifest["pagestone"] == {"spec_version": "2"}
+    need(known, f"manifest.json: spec version 2 with exactly the fields {FIELDS} expected")
+    request = {key: type(value) for key, value in manifest["request"].items()}
+    need(request == {"include_code": bool, "merge_unlisted": bool}, "manifest.json: another request")
     layers = {e["file"]: Layer(root, e, manifest["codec"]) for e in manifest["layers"]}
     named = sorted(n for e in manifest["layers"] for n in (e["file"], e["sidecar"]) if n)
     listed = [n for n in sorted(manifest["files"]) if n.startswith(("layers-", "mtp-")) and n.endswith(".safetensors")]
     need(named and named == listed, f"layers {named} and files {listed} do not agree")
-    hashed, codec = b"", manifest["codec"]
+    hashed, codec, records = b"", manifest["codec"], {}
     for name, entry in sorted(manifest["files"].items()):
         data, more = (root / name).read_bytes(), "additional_chat_templates/" * name.endswith(".jinja")
         need("/" not in name.removeprefix(more) and len(data) == entry["bytes"], f"{name}: {entry['bytes']} bytes")
         if layer := layers.get(name):
-            data = xxh3(data[: layer.start]) + b"".join(xxh3(layer.read(e)) for e in range(layer.count))
+            records[name] = b"".join(xxh3(layer.read(e)) for e in range(layer.count))
+            data = xxh3(data[: layer.start]) + records[name]
         elif name.endswith(".safetensors"):
             safetensors(root / name)
         need(xxh3(data).hex() == entry["xxh3_128"], f"{name}: xxh3 {entry['xxh3_128']}, found {xxh3(data).hex()}")
         hashed += b"" if name == "experts.parquet" else name.encode() + b"\0" + xxh3(data)
-    hashed += canonical({"codec": codec["name"], "parameters": codec["parameters"], "spec_version": "1"})
+    digests = b"".join(records[e["file"]] for e in manifest["layers"])
+    need((root / "records.xxh3").read_bytes() == digests and "records.xxh3" in manifest["files"], "records.xxh3")
+    hashed += canonical({"codec": codec["name"], "parameters": codec["parameters"], "spec_version": "2"})
     need(xxh3(hashed).hex() == manifest["container_id"], "the container id is not that of the files")
     return manifest["container_id"], list(layers.values())
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pagestone.convert.checkpoint import Checkpoint, open_checkpoint
 from pagestone.convert.dense import DenseTensor, pieces
 from pagestone.convert.encode import REQUANTISED, encode_expert
-from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, Request, plan_checkpoint
+from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, Request, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
@@ -205,31 +204,17 @@ class Comparison:
             yield Finding(WARNING, "W1030", MANIFEST, message)
 
 
-def _merged(source: AnyPlace, manifest: Manifest) -> Checkpoint | None:
-    """The source with files outside its index, if it is these that the container was made from."""
-    try:
-        merged = open_checkpoint(source, merge_unlisted=True)
-    except PagestoneError:
-        return None
-    return merged if merged.fingerprint == manifest.source.get("fingerprint") else None
-
-
 def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None) -> Comparison:
     """Plan the source as the container was planned.
 
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
     opening and planning raise.
     """
-    checkpoint, merged = open_checkpoint(source), False
-    if checkpoint.fingerprint != manifest.source.get("fingerprint"):
-        checkpoint = _merged(source, manifest) or checkpoint
-        merged = checkpoint.fingerprint == manifest.source.get("fingerprint")
-    include_code = any(name.endswith(".py") for name in manifest.files)
-    request = Request(source, codec_of(manifest), manifest.partial, include_code, merged)
-    plan = plan_checkpoint(checkpoint, request)
+    asked = Request(source, codec_of(manifest), manifest.partial, manifest.include_code, manifest.merge_unlisted)
+    plan = make_plan(asked)
     targets = {t.name: t for t in plan.layers}
     chosen = None
     if sample is not None:
         every = [(t.name, e) for t in plan.layers for e in range(t.file.count)]
         chosen = set(random.Random(manifest.container_id).sample(every, min(sample, len(every))))
-    return Comparison(plan, SourceFiles(checkpoint.path), targets, chosen)
+    return Comparison(plan, SourceFiles(plan.checkpoint.path), targets, chosen)

@@ -11,11 +11,11 @@ from pagestone.formats.dtypes import Array
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
-from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest, no_container, read_manifest
+from pagestone.formats.manifest import EXPERTS, MANIFEST, RECORDS, Manifest, no_container, read_manifest
 from pagestone.formats.storage import AnyPlace
 from pagestone.validate import checks
 from pagestone.validate.dense import check_dense_tensors
-from pagestone.validate.findings import Finding, Report, guarded, of_error
+from pagestone.validate.findings import ABSENT, Finding, Report, guarded, of_error
 from pagestone.validate.source import Comparison, compare_with
 
 
@@ -128,16 +128,17 @@ def _digest(context: Context, name: str, is_layer: bool) -> Iterator[Finding]:
 
 def _records(context: Context) -> Iterator[Finding]:
     """The contents of every layer, and with a source what it encodes to."""
-    recorded: dict[str, list[str]] = {}
-    if (table := context.columns) is not None:
-        for file, part, value in zip(table["file"], table["part"], table["record_xxh3_128"], strict=True):
-            if part == "gate":
-                recorded.setdefault(file, []).append(value)
+    recorded: dict[str, tuple[bytes, ...]] = {}
+    try:
+        recorded = context.manifest.records((context.root / RECORDS).read_bytes())
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, ABSENT):  # which the check of presence has found
+            yield of_error(error, RECORDS)
     for layer in context.layers:
         yield from guarded(_layer(context, layer, recorded.get(layer.entry.file)), layer.entry.file)
 
 
-def _layer(context: Context, layer: checks.OpenLayer, recorded: list[str] | None) -> Iterator[Finding]:
+def _layer(context: Context, layer: checks.OpenLayer, recorded: tuple[bytes, ...] | None) -> Iterator[Finding]:
     comparison, name = context.comparison, layer.entry.file
 
     def against_source(layer: checks.OpenLayer, expert: int, record: Array) -> list[Finding]:

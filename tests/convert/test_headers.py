@@ -13,7 +13,7 @@ from kits.conversions import planned, prepare
 from kits.families import read_tensors
 
 from pagestone.convert import prepare as preparing
-from pagestone.convert.plan import Plan, plan_checkpoint
+from pagestone.convert.plan import Plan, make_plan, plan_checkpoint
 from pagestone.formats import encodings, safetensors_header
 from pagestone.formats.encodings.bf16 import Bf16
 from pagestone.formats.encodings.int8 import Int8
@@ -43,8 +43,8 @@ def test_dense_shards_are_split_by_their_headers(tmp_path: Path, monkeypatch: py
     source = write_checkpoint(tmp_path / "s", many_names(), SPEC.config(), shards=40)
     assert len(plan_of(source).dense) == 1
     monkeypatch.setattr(safetensors_header, "MAX_HEADER", LIMIT)  # what reading refuses
-    for room in (preparing, comparing):
-        monkeypatch.setattr(room, "plan_checkpoint", partial(plan_checkpoint, header_limit=LIMIT))
+    monkeypatch.setattr(preparing, "plan_checkpoint", partial(plan_checkpoint, header_limit=LIMIT))
+    monkeypatch.setattr(comparing, "make_plan", partial(make_plan, header_limit=LIMIT))
     prepare(source, tmp_path / "o", encodings.get("int8"), workers=1)
     shards = sorted((tmp_path / "o").glob("dense-*.safetensors"))
     heads = [shard.read_bytes().index(b"}}  ") for shard in shards]

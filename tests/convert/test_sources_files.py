@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -201,3 +202,45 @@ def test_layers_option_in_every_family(
     config = json.loads((tmp_path / "o" / "config.json").read_bytes())
     for place in (config, config.get("text_config", config)):
         assert place["quantization_config"] == {"loadable_by": "pagestone"}
+
+
+# -- the request -------------------------------------------------------------------------------------------------------
+
+
+def test_verify_plans_from_the_recorded_request(tmp_path: Path) -> None:
+    """Files outside the index are taken again because that was asked for, also where the source is another copy by now:
+    nothing is guessed from fingerprints."""
+    source, output = tmp_path / "s", tmp_path / "o"
+    unlisted(source, "norm.weight", "lm_head")
+    prepare(source, output, encodings.get("fp8"), workers=1, merge_unlisted=True)
+    assert verify(output, source=source).findings == []
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}))
+    found = [(f.code, f.file) for f in verify(output, source=source).findings]
+    assert sorted(found) == [("E1027", "config.json"), ("W1030", "manifest.json")]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_code_that_was_asked_for_is_missed(tmp_path: Path, asked: bool) -> None:
+    """A container that lacks the source's program lacks it only if it was to be there."""
+    source, output = SPEC.write(tmp_path / "s"), tmp_path / "o"
+    (source / "modeling_x.py").write_text("pass")
+    manifest = prepare(source, output, encodings.get("fp8"), workers=1, include_code=asked).manifest
+    assert manifest.include_code == asked and ("modeling_x.py" in manifest.files) == asked
+    if asked:  # as if it had never been there, digests right
+        (output / "modeling_x.py").unlink()
+        less = {name: known for name, known in manifest.files.items() if name != "modeling_x.py"}
+        (output / "manifest.json").write_bytes(replace(manifest, files=less).to_bytes())
+    found = [(f.code, f.file) for f in verify(output, source=source).findings]
+    assert found == ([("E1025", "modeling_x.py")] if asked else [])
+
+
+def test_the_request_is_not_in_the_id(tmp_path: Path) -> None:
+    """Asked for what is not there, the files are the same: the same container, and already there."""
+    source = SPEC.write(tmp_path / "s")
+    plain = prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1)
+    more = prepare(source, tmp_path / "o", encodings.get("fp8"), workers=1, include_code=True, merge_unlisted=True)
+    assert more.state == "already there" and more.manifest == plain.manifest
+    other = prepare(source, tmp_path / "p", encodings.get("fp8"), workers=1, include_code=True, merge_unlisted=True)
+    assert other.manifest.container_id == plain.manifest.container_id
+    assert (other.manifest.include_code, other.manifest.merge_unlisted) == (True, True)

@@ -17,7 +17,7 @@ import pytest
 
 from pagestone.formats import manifest, parquet_pages
 from pagestone.formats.errors import DataError, MachineError, PagestoneError
-from pagestone.formats.manifest import COLUMNS, EXPERTS, NULLABLE, read_experts, write_experts
+from pagestone.formats.manifest import EXPERTS, RECORDS, columns_for, read_experts, write_experts
 from pagestone.reader.commands import describe
 from pagestone.reader.container import open_container
 from pagestone.reader.store import RecordDigests
@@ -25,6 +25,8 @@ from pagestone.validate.verify import verify
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "accept"
 MIB = 1 << 20
+ROLES = ("codes", "scales", "biases")
+COLUMNS = columns_for(ROLES)
 
 
 def columns(rows: int = 2) -> dict[str, list[Any]]:
@@ -67,7 +69,7 @@ def test_long_tables(tmp_path):
     """A table as large as the largest models have, with long names: within the bounds."""
     rows = 40_000
     wanted = columns(rows) | {"tensor": [f"model.{'x' * 100}.{n}.gate_proj.weight" for n in range(rows)]}
-    write_experts(tmp_path / "t", [wanted])
+    write_experts(tmp_path / "t", [wanted], ROLES)
     assert read_experts(tmp_path / "t", rows) == wanted
     assert refused(tmp_path / "t") == "E0313", "with nobody to say how many rows there are, fewer are read"
 
@@ -77,7 +79,7 @@ def test_long_tables(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 def test_another_number_of_rows(tmp_path, rows):
-    write_experts(tmp_path / "t", [columns(2)])
+    write_experts(tmp_path / "t", [columns(2)], ROLES)
     assert refused(tmp_path / "t", rows) == "E0313"
 
 
@@ -86,21 +88,46 @@ def test_whoever_reads_says_how_many_rows(tmp_path):
     container = open_container(shutil.copytree(VECTORS / "int8-odd", tmp_path / "c"))
     assert container.manifest.matrices == 18
     found = read_experts(container.path / EXPERTS, 18)
-    write_experts(container.path / EXPERTS, [found, {name: values[:3] for name, values in found.items()}])
-    for reading in (RecordDigests, describe):
-        with pytest.raises(DataError, match=r"18 rows expected, found 21 \(E0313\)"):
-            reading(container)
+    write_experts(container.path / EXPERTS, [found, {name: values[:3] for name, values in found.items()}], ROLES[:2])
+    with pytest.raises(DataError, match=r"18 rows expected, found 21 \(E0313\)"):
+        describe(container)
     assert [f.code for f in verify(container.path).findings if "rows" in f.message] == ["E1014"]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in COLUMNS])
 def test_nulls(tmp_path, name):
-    """Only places of scales may be null."""
+    """Nothing may be null."""
     pq.write_table(table(columns() | {name: [columns()[name][0], None]}), tmp_path / "t")
-    if name in NULLABLE:
-        assert read_experts(tmp_path / "t", 2)[name][1] is None
-    else:
-        assert refused(tmp_path / "t", 2) == "E0314"
+    assert refused(tmp_path / "t", 2) == "E0314"
+
+
+def test_columns_of_roles(tmp_path):
+    """Two for every role of the encoding in a record; whoever knows the roles is given these, and asks for them all."""
+    write_experts(tmp_path / "t", [columns()], ROLES)
+    assert [*read_experts(tmp_path / "t")] == [name for name, _ in COLUMNS]
+    less = read_experts(tmp_path / "t", 2, ("codes", "biases"))
+    assert [*less] == [name for name, _ in columns_for(("codes", "biases"))] and less["biases_bytes"] == [1 << 40, 0]
+    with pytest.raises(DataError, match=r"column mins_offset of int64 expected, found none \(E0312\)"):
+        read_experts(tmp_path / "t", 2, (*ROLES, "mins"))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "q3", "q4"])
+def test_every_stored_tensor_has_its_place(codec):
+    """In the vectors: the bytes at each place are those that the reader gives out, affine biases too."""
+    name = {"bf16": "bf16-small", "fp8": "fp8-edge", "int8": "int8-odd", "q3": "q3-small", "q4": "q4-groups"}[codec]
+    container = open_container(VECTORS / name)
+    found, roles = read_experts(container.path / EXPERTS), set()
+    layers = {layer.entry.file: layer for layer in (*container.layers.values(), *container.mtp.values())}
+    for row, file in enumerate(found["file"]):
+        layer = layers[file]
+        matrix = getattr(layer.expert(found["expert"][row]), found["part"][row])
+        for role in layer.layout.record.roles:
+            roles.add(role)
+            start, nbytes = (found[f"{role}_{what}"][row] for what in ("offset", "bytes"))
+            stored = layer.path.read_bytes()[start : start + nbytes]
+            assert stored == getattr(matrix, role).array.tobytes(), (row, role)
+    assert roles == {"bf16": {"codes"}, "fp8": {"codes", "scales"}, "int8": {"codes", "scales"}}.get(codec, set(ROLES))
+    assert [*found] == [name for name, _ in columns_for([r for r in ROLES if r in roles])]
 
 
 def test_two_columns_of_one_name(tmp_path):
@@ -122,13 +149,13 @@ def test_a_text_that_is_none(tmp_path):
 def test_a_sector_that_cannot_be_read(tmp_path):
     """The machine's fault, not the table's: exit 3, and not "convert again"."""
     container = open_container(shutil.copytree(VECTORS / "int8-odd", tmp_path / "c"))
-    path = container.path / EXPERTS
-    path.unlink()
-    path.symlink_to("/proc/self/mem")  # reads of its first page fail with EIO
+    for name in (EXPERTS, RECORDS):
+        (container.path / name).unlink()
+        (container.path / name).symlink_to("/proc/self/mem")  # reads of its first page fail with EIO
     with pytest.raises(OSError, match="Input/output"):
-        read_experts(path, 18)
-    for reading in (RecordDigests, describe):
-        with pytest.raises(MachineError, match=r"experts\.parquet: .*Input/output error \(E1203\)") as caught:
+        read_experts(container.path / EXPERTS, 18)
+    for reading, name in ((RecordDigests, r"records\.xxh3"), (describe, r"experts\.parquet")):
+        with pytest.raises(MachineError, match=name + r": .*Input/output error \(E1203\)") as caught:
             reading(container)
         assert caught.value.exit_code == 3 and "disk" in str(caught.value.remedy)
 

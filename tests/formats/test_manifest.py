@@ -9,10 +9,11 @@ import pytest
 from pagestone.formats.digests import canonical_json, digest
 from pagestone.formats.errors import DataError
 from pagestone.formats.manifest import (
-    COLUMNS,
+    RECORDS,
     FileDigest,
     LayerEntry,
     Manifest,
+    columns_for,
     read_experts,
     read_manifest,
     write_experts,
@@ -26,7 +27,9 @@ FILES = {
     "layers-00.rowsum.safetensors": FileDigest(5, digest(b"2"), bytes(32)),
     "mtp-00.safetensors": FileDigest(1 << 20, digest(b"3")),
     "experts.parquet": FileDigest(7, digest(b"4")),
+    RECORDS: FileDigest(16 * 8, digest(b"5")),
 }
+ROLES = ("codes", "scales")
 
 
 def made(**changes) -> Manifest:
@@ -67,11 +70,11 @@ def test_order_of_files_does_not_matter():
 
 
 def test_id_covers_contents_only():
-    """experts.parquet, the source's facts and --layers are no part of the id; every other file is."""
+    """experts.parquet, the source's facts and the request are no part of the id; every other file is."""
     same = made().container_id
     assert made(files=FILES | {"experts.parquet": FileDigest(9, digest(b"x"))}).container_id == same
-    assert made(source={}, partial=(0, 1)).container_id == same
-    for name in ("config.json", "layers-00.safetensors", "layers-00.rowsum.safetensors"):
+    assert made(source={}, partial=(0, 1), include_code=True, merge_unlisted=True).container_id == same
+    for name in (RECORDS, "config.json", "layers-00.safetensors", "layers-00.rowsum.safetensors"):
         assert made(files=FILES | {name: FileDigest(1, digest(b"x"))}).container_id != same
 
 
@@ -86,7 +89,7 @@ def test_one_changed_byte(tmp_path, place):
 
 ENTRIES = json.loads(made().to_bytes())["layers"]
 ALTERED = {
-    "another version": (("pagestone", {"spec_version": "2"}), "E0302"),
+    "another version": (("pagestone", {"spec_version": "3"}), "E0302"),
     "a version that is a number": (("pagestone", {"spec_version": 1}), "E0302"),
     "another id": (("container_id", "0" * 32), "E0305"),
     "no codec": (("codec", None), "E0304"),
@@ -95,6 +98,9 @@ ALTERED = {
     "a name of the directory above": (("files", {"..": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
     "an empty name": (("files", {"": {"bytes": 1, "xxh3_128": "0" * 32}}), "E0306"),
     "a digest that is no hexadecimal": (("files", {"x": {"bytes": 1, "xxh3_128": "x"}}), "E0304"),
+    "another request": (("request", {"include_code": False}), "E0304"),
+    "a request that is a number": (("request", {"include_code": False, "merge_unlisted": 0}), "E0304"),
+    "no request": (("request", None), "E0304"),
     "more experts than fit": (("layers", [*ENTRIES[:1], ENTRIES[1] | {"experts": (1 << 20) // 4096 + 1}]), "E0308"),
     "a layer with an unknown field": (("layers", [{"file": "x"}]), "E0304"),
 }
@@ -111,8 +117,43 @@ def test_altered_and_resealed(tmp_path, case):
 def test_as_many_experts_as_fit(tmp_path):
     """A record takes a page at least; the table of experts has three rows for each."""
     full = LayerEntry("mtp-00.safetensors", "mtp", 0, (1 << 20) // 4096, None)
-    (tmp_path / "manifest.json").write_bytes(made(layers=(LAYER, full)).to_bytes())
+    files = FILES | {RECORDS: FileDigest(16 * 260, digest(b"5"))}
+    (tmp_path / "manifest.json").write_bytes(made(layers=(LAYER, full), files=files).to_bytes())
     assert read_manifest(tmp_path / "manifest.json").matrices == 3 * (4 + 256)
+
+
+@pytest.mark.parametrize("nbytes", [None, 0, 16 * 8 - 1, 16 * 8 + 1, 16 * 7])
+def test_as_many_digests_as_records(tmp_path, nbytes):
+    """records.xxh3 is listed with 16 bytes for every expert, no more and no less (E0316)."""
+    files = {name: known for name, known in FILES.items() if name != RECORDS}
+    if nbytes is not None:
+        files[RECORDS] = FileDigest(nbytes, digest(b"5"))
+    (tmp_path / "manifest.json").write_bytes(made(files=files).to_bytes())
+    error = refusal(tmp_path / "manifest.json")
+    assert error.code == "E0316" and "128 bytes" in error.message
+
+
+def test_digests_by_layer():
+    """Layers in the manifest's order, experts in order; another length is refused."""
+    raw = bytes(range(128))
+    assert made().records(raw) == {
+        "layers-00.safetensors": tuple(raw[n : n + 16] for n in (0, 16, 32, 48)),
+        "mtp-00.safetensors": tuple(raw[n : n + 16] for n in (64, 80, 96, 112)),
+    }
+    for wrong in (raw[:-1], raw + b"\0", b""):
+        with pytest.raises(ValueError, match=f"found {len(wrong)}"):
+            made().records(wrong)
+
+
+@pytest.mark.parametrize("code", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_request_is_recorded(tmp_path, code, merged):
+    """Each of the two under its own name."""
+    (tmp_path / "manifest.json").write_bytes(made(include_code=code, merge_unlisted=merged).to_bytes())
+    found = read_manifest(tmp_path / "manifest.json")
+    assert (found.include_code, found.merge_unlisted) == (code, merged)
+    raw = json.loads((tmp_path / "manifest.json").read_bytes())
+    assert raw["request"] == {"include_code": code, "merge_unlisted": merged}
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"pagestone": 3}', b"[" * 100_000])
@@ -124,19 +165,19 @@ def test_no_manifest(tmp_path, raw):
 
 def columns() -> dict[str, list]:
     kinds = {"string": ["a", "é"], "int32": [1, 2], "int64": [1 << 40, 0], "float64": [0.1, 1e-300]}
-    return {name: list(kinds[kind]) for name, kind in COLUMNS} | {"scales_offset": [None, 3]}
+    return {name: list(kinds[kind]) for name, kind in columns_for(ROLES)}
 
 
 def test_experts_round_trip(tmp_path):
-    """Every column reads back exactly, nulls and doubles included."""
-    write_experts(tmp_path / "experts.parquet", [columns()])
+    """Every column reads back exactly, doubles included."""
+    write_experts(tmp_path / "experts.parquet", [columns()], ROLES)
     assert read_experts(tmp_path / "experts.parquet") == columns()
 
 
 def test_experts_damaged(tmp_path):
     """A cut or foreign file is refused by name."""
     path = tmp_path / "experts.parquet"
-    write_experts(path, [columns()])
+    write_experts(path, [columns()], ROLES)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="E0311"):
         read_experts(path)
@@ -146,7 +187,7 @@ def test_experts_lacking_a_column(tmp_path):
     """A table without one of the columns is refused naming it."""
     pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "experts.parquet"
-    write_experts(path, [columns()])
+    write_experts(path, [columns()], ROLES)
     pq.write_table(pq.read_table(path).drop_columns(["codes_offset"]), path)
     with pytest.raises(DataError, match="codes_offset"):
-        read_experts(path)
+        read_experts(path, 2, ROLES)

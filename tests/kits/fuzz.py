@@ -43,8 +43,8 @@ from pagestone.formats.encodings.fp8 import Fp8Source
 from pagestone.formats.encodings.int8 import Int8Source
 from pagestone.formats.encodings.scaled import SCALE_DTYPES
 from pagestone.formats.errors import NonFiniteError, PagestoneError
-from pagestone.formats.layer_file import read_layer_file
-from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, read_experts, read_manifest
+from pagestone.formats.layer_file import SPEC_VERSION, read_layer_file
+from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, RECORDS, read_experts, read_manifest
 from pagestone.formats.safetensors_header import read_header
 from pagestone.reader.configs import read_config
 from pagestone.reader.container import open_container
@@ -399,7 +399,7 @@ def _signed(raw: bytes, *, whole: bool) -> bytes:
         if whole:
             codec = table["codec"]
             files = {n: bytes.fromhex(e["xxh3_128"]) for n, e in table["files"].items() if n not in NOT_IN_ID}
-            table["container_id"] = container_id(files, codec["name"], codec["parameters"], "1").hex()
+            table["container_id"] = container_id(files, codec["name"], codec["parameters"], SPEC_VERSION).hex()
         table["digest"] = digest(mutate.canonical(table)).hex()
         return mutate.canonical(table)
     except (LookupError, ValueError, AttributeError, TypeError, RecursionError):
@@ -435,6 +435,16 @@ def _side_files(bench: Bench, random: Random) -> None:
         for read in (end_tokens, read_config, choose_sampling):
             judged(lambda read=read: read(root))
         _read_container(root)
+
+
+@_case
+def _digests(bench: Bench, random: Random) -> None:
+    root = bench.container(pick(random, CODECS))
+    path = root / RECORDS
+    with _holding(path, mutate.damaged(random, path.read_bytes())):
+        _read_container(root)
+        with _vouched(root, path.name):
+            _read_container(root)
 
 
 @_case

@@ -18,7 +18,7 @@ from kits.inference import Workshop, command, flip
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError
-from pagestone.formats.manifest import EXPERTS, read_experts, write_experts
+from pagestone.formats.manifest import RECORDS
 from pagestone.reader.container import Container, open_container, open_to_run
 from pagestone.reader.dense import dense_entries, load_dense
 from pagestone.reader.files import DirectFile, private_buffer
@@ -158,17 +158,16 @@ def test_damage_while_open(damaged: Path) -> None:
 
 
 def test_digests_are_believed_only_with_the_manifest(damaged: Path) -> None:
-    """A damaged record whose digest was "corrected" in experts.parquet: the manifest does not vouch for it (E1204)."""
-    container = open_container(damaged)  # lengths are compared when it is opened, and Parquet's may change
-    columns = read_experts(damaged / EXPERTS)
-    at = columns["file"].index("layers-03.safetensors")
-    columns["record_xxh3_128"][at] = "00" * 16
-    write_experts(damaged / EXPERTS, [columns])
-    with pytest.raises(DataError, match=r"experts\.parquet.*expert 0 of layers-03.*two.*E1204"):
+    """A damaged record whose digest was "corrected" in records.xxh3: the manifest does not vouch for it (E1204)."""
+    container = open_container(damaged)
+    raw = bytearray((damaged / RECORDS).read_bytes())
+    experts = len(container.layers[0])
+    raw[16 * 3 * experts : 16 * 3 * experts + 16] = bytes(16)  # the first expert of layers-03
+    (damaged / RECORDS).write_bytes(raw)
+    with pytest.raises(DataError, match=r"records\.xxh3.*layers-03.*manifest states.*E1204"):
         open_store(container, StoreOptions("direct"))
-    columns["record_xxh3_128"][at : at + 3] = ["00" * 16] * 3
-    write_experts(damaged / EXPERTS, [columns])
-    with pytest.raises(DataError, match=r"experts\.parquet.*layers-03.*manifest states.*E1204"):
+    (damaged / RECORDS).write_bytes(raw[:-1])  # cut since the container was opened
+    with pytest.raises(DataError, match=r"records\.xxh3.*16 bytes a record.*E1204"):
         open_store(container, StoreOptions("direct"))
 
 
@@ -399,7 +398,7 @@ READS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "table of a layer": ("layers-01.safetensors", lambda root: open_container(root).layers[1].expert(0)),
     "sidecar": ("layers-01.rowsum.safetensors", lambda root: open_container(root).layers[1].beside),
     "sidecar of a store": ("layers-01.rowsum.safetensors", stores),
-    "digests": ("experts.parquet", stores),
+    "digests": ("records.xxh3", stores),
     "layer of a store": ("layers-02.safetensors", stores),
     "table of dense tensors": (DENSE, lambda root: dense_entries(open_container(root))),
 }

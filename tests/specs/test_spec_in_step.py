@@ -178,7 +178,7 @@ def test_sidecar_tensors():
 
 def test_file_names():
     stated = set(names(table(page("container.md"), "## The directory")))
-    assert {manifest.MANIFEST, manifest.EXPERTS, CONFIG, INDEX} <= stated
+    assert {manifest.MANIFEST, manifest.EXPERTS, manifest.RECORDS, CONFIG, INDEX} <= stated
     for block in layer_file.BLOCKS:
         name = layer_file.layer_file_name(block, 7)
         assert name == f"{block}-07.safetensors" and f"{block}-NN.safetensors" in stated
@@ -206,12 +206,17 @@ def test_manifest_fields():
     assert sorted(names(table(text, "## manifest.json"))) == sorted(example)
     assert sorted(names(table(text, "### An entry of `layers`"))) == sorted(example["layers"][0])
     assert sorted(names(table(text, "### An entry of `files`"))) == sorted(example["files"]["x"])
+    assert sorted(names(table(text, "### `request`"))) == sorted(example["request"])
     assert sorted(names(table(text, "### `source`"))) == sorted(example["source"])
 
 
 def test_parquet_columns():
-    rows = table(page("manifest.md"), "## experts.parquet")
+    text = page("manifest.md")
+    rows = table(text, "## experts.parquet")
     assert tuple((row[0].strip("`"), row[1]) for row in rows) == manifest.COLUMNS
+    roles = ("codes", "scales", "biases")
+    of_roles = [name for name, _ in manifest.columns_for(roles)][len(manifest.COLUMNS) - 2 : -2]
+    assert re.findall(r"`([a-z]+_(?:offset|bytes))`", text.partition("Before the two sums")[2]) == of_roles
 
 
 def test_canonical_json():

@@ -20,7 +20,8 @@ from kits.sectors import bad_disks
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
-from pagestone.reader.container import open_container
+from pagestone.formats.manifest import read_manifest
+from pagestone.reader.container import Layer, open_container
 from pagestone.validate.findings import Finding
 from pagestone.validate.verify import verify
 
@@ -63,6 +64,13 @@ def errors(root: Path, **how) -> list[Finding]:
 
 def codes_of(findings: list[Finding]) -> set[str]:
     return {f.code for f in findings}
+
+
+def open_layer(root: Path, name: str) -> Layer:
+    """The layer in a file, opened while the container is still whole enough."""
+    manifest = read_manifest(root / "manifest.json")
+    entry = next(e for e in manifest.layers if e.file == name)
+    return Layer(root, entry, manifest)
 
 
 def slot_offset(root: Path, expert: int, part: str, role: str) -> int:
@@ -311,10 +319,6 @@ def statistics(columns: dict) -> None:
     columns["squared_error"][4] *= 2
 
 
-def digest_of_one_row(root: Path) -> None:
-    make.columns(lambda t: t["record_xxh3_128"].__setitem__(1, "0" * 32))(root)
-
-
 JUDGED: dict[str, tuple[Change, set[str]]] = {
     "index is garbage": (garbage("model.safetensors.index.json"), {"E1007"}),
     "config is garbage": (garbage("config.json"), {"E1012"}),
@@ -387,10 +391,26 @@ def test_what_only_the_source_can_tell(container, source, what):
         assert errors(container) == [], "without the source nothing is wrong"
 
 
-def test_a_record_digest_that_differs_between_rows(container):
-    digest_of_one_row(container)
-    found = [f for f in errors(container) if f.code == "E1015"]
-    assert len(found) == 1 and "rows 0 to 2" in found[0].message
+def test_the_damaged_expert_is_named(container):
+    """By its digest in records.xxh3; experts.parquet, which people read, need not be whole."""
+    (container / "experts.parquet").write_bytes(b"PAR1")
+    layer, raw = open_layer(container, MTP), bytearray((container / MTP).read_bytes())
+    raw[layer.layout.record_offset(1) + 5] ^= 1
+    (container / MTP).write_bytes(raw)
+    found = [f for f in errors(container) if f.code == "E1001" and f.file == MTP]
+    assert ["expert 1: xxh3 of its record" in f.message for f in found] == [True, False]
+    assert found[0].offset == layer.layout.record_offset(1)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_digests_that_are_damaged_blame_no_expert(container, cut):
+    """The layers are whole, and the manifest vouches for them: what is wrong is records.xxh3."""
+    raw = bytearray((container / "records.xxh3").read_bytes())
+    raw[3] ^= 1
+    (container / "records.xxh3").write_bytes(raw[:-1] if cut else raw)
+    found = errors(container)
+    assert {f.file for f in found} == {"records.xxh3"}
+    assert [f.code for f in found] == (["E0333", "E1001"] if cut else ["E1001", "E1040"])
 
 
 def test_a_changed_code_is_named_to_the_byte(container, source):
