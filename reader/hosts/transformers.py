@@ -212,7 +212,7 @@ def load(
 
     quiet()
     register_attention()
-    model, text_config, dtype, attention = _empty_model(container.path, attention)
+    model, text_config, dtype, attention = _empty_model(container, attention)
     if experts == NATIVE:
         require_native(dtype)
     context = Context(store, experts, device)
@@ -273,11 +273,12 @@ def _check_whole(model: Any, missing: set[str], root: Path) -> None:
         )
 
 
-def _empty_model(root: Path, attention: str) -> tuple[Any, Any, Any, str]:
+def _empty_model(container: Container, attention: str) -> tuple[Any, Any, Any, str]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    root = container.path
     require_family(root)
     with understood(root, "transformers does not understand this config"):
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
@@ -285,13 +286,26 @@ def _empty_model(root: Path, attention: str) -> tuple[Any, Any, Any, str]:
         for part in (config, text):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config  # it tells others what our codecs do; the experts are ours here
-        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or dtype_of_weights(container)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: a type of torch expected, found {brief(dtype)}")
     with understood(root, "no language model of transformers fits this config"), torch.device("meta"):
         made = auto.from_config(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     return made, made.config, dtype, _set_attention(made, attention)
+
+
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""Types a whole model may run in, by their names in files: not the shorter floats, which are codes."""
+
+
+def dtype_of_weights(container: Container) -> str:
+    """The type a model runs in whose config names none: that of the first float, files and names in order.
+
+    So `from_pretrained(dtype="auto")` decides. float32 if there is no float among the dense tensors.
+    """
+    entries = sorted((file, name, entry.dtype) for name, (file, entry) in dense_entries(container).items())
+    return next((FLOATS[dtype] for _, _, dtype in entries if dtype in FLOATS), "float32")
 
 
 def _replace_experts(model: Any, container: Container, context: Context) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +72,52 @@ def attended(model: Any, name: str) -> Any:
 
 
 # -- equality with transformers ---------------------------------------------------------------------------------------
+
+
+def without_dtype(root: Path) -> Path:
+    """The same directory with a config.json that names no type for the language model."""
+    config = json.loads((root / "config.json").read_text())
+    for table in (config, config["text_config"]):
+        for key in ("dtype", "torch_dtype"):
+            table.pop(key, None)
+    (root / "config.json").write_text(json.dumps(config))
+    return root
+
+
+@needs_bf16
+def test_a_config_without_a_type(tmp_path: Path) -> None:
+    """The type is that of the first float among the weights, as from_pretrained(dtype="auto") has it."""
+    source = without_dtype(Path(shutil.copytree(TINY, tmp_path / "s")))
+    reference = host.plain_model(source)
+    assert reference.dtype == torch.bfloat16
+    prepare(source, tmp_path / "bf16", encodings.get("bf16"), workers=2)
+    loaded = model(tmp_path / "bf16")
+    assert loaded.dtype == torch.bfloat16
+    assert equal(logits_of(reference, sequence(9), 2), logits_of(loaded, sequence(9), 2))
+    prepare(source, tmp_path / "int8", encodings.get("int8"), workers=2)
+    native = any_model(tmp_path / "int8")  # which multiplies in no float32
+    assert native.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wanted"),
+    [
+        ({"b": "BF16", "a": "F32"}, "float32"),
+        ({"b": "F32", "a": "F16"}, "float16"),
+        ({"a": "I64", "b": "F8_E4M3", "c": "BF16", "d": "F32"}, "bfloat16"),
+        ({"a": "U8"}, "float64"),
+        ({}, "float64"),
+    ],
+)
+def test_the_first_float_decides(monkeypatch: pytest.MonkeyPatch, dtypes: dict[str, str], wanted: str) -> None:
+    """In order of names within the first file, as the library reads them; codes decide nothing."""
+    entries = {n: ("dense-00001-of-00002.safetensors", SimpleNamespace(dtype=d)) for n, d in dtypes.items()}
+    later = {"_": ("dense-00002-of-00002.safetensors", SimpleNamespace(dtype="F64"))}
+    monkeypatch.setattr(host, "dense_entries", lambda _: later | entries)
+    container: Any = None
+    assert host.dtype_of_weights(container) == wanted
+    monkeypatch.setattr(host, "dense_entries", lambda _: {})
+    assert host.dtype_of_weights(container) == "float32"
 
 
 @needs_bf16
