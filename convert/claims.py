@@ -23,23 +23,31 @@ REMEDIES = {
 DOWNLOAD = "download the checkpoint again"
 
 
+BySuffix = Mapping[str, SourceTensor] | Mapping[str, Tensor]
+"""The tensors of one matrix by suffix, or what they hold of one."""
+
+
 class Claims:
     """Asks the encodings, each kind of matrix once: a checkpoint has thousands that are alike."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._known: dict[tuple[tuple[str, Tensor], ...], Claim | Refusal] = {}
+        self._known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], Claim | Refusal] = {}
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Claim | Refusal:
-        """What a matrix with these tensors, by suffix, is stored in."""
-        key = tuple(sorted(tensors.items(), key=lambda item: item[0]))
-        if key not in self._known:
-            self._known[key] = encodings.claim(Candidate(tensors, self._config))
-        return self._known[key]
+    def of(self, tensors: BySuffix) -> Claim | Refusal:
+        """What a matrix with these tensors is stored in."""
+        key = tuple((suffix, t.dtype, t.shape) for suffix, t in tensors.items())
+        answer = self._known.get(key)
+        if answer is None:
+            candidate = Candidate({suffix: Tensor(dtype, shape) for suffix, dtype, shape in key}, self._config)
+            answer = self._known[key] = encodings.claim(candidate)
+        return answer
 
 
-def left_over(claim: Claim, tensors: Mapping[str, Tensor]) -> Refusal | None:
+def left_over(claim: Claim, tensors: BySuffix) -> Refusal | None:
     """What to say of the first tensor that a claim does not use; None if it uses all: none may be dropped."""
+    if len(tensors) == len(claim.suffixes):
+        return None
     for suffix in sorted(tensors.keys() - set(claim.suffixes.values())):
         dtype = tensors[claim.suffixes["codes"]].dtype
         role = next((r for r, names in claim.encoding.spellings.items() if suffix in names), None)
@@ -49,11 +57,6 @@ def left_over(claim: Claim, tensors: Mapping[str, Tensor]) -> Refusal | None:
             return Refusal("E0512", suffix, f"{claim.suffixes[role]} is a {role.removesuffix('s')} of the same matrix")
         return Refusal(UNREAD, suffix, f"no such tensor expected beside {dtype} codes")
     return None
-
-
-def facts(tensors: Mapping[str, SourceTensor]) -> dict[str, Tensor]:
-    """Types and shapes alone."""
-    return {suffix: Tensor(t.dtype, t.shape) for suffix, t in tensors.items()}
 
 
 def contradicted(config: Mapping[str, Any], found: Collection[str]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagestone.convert.checkpoint import SourceTensor
-from pagestone.convert.claims import ACTIVATION_SUFFIXES, UNREAD, Claims, facts, left_over
+from pagestone.convert.claims import ACTIVATION_SUFFIXES, UNREAD, Claims, left_over
 from pagestone.convert.family import Family
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.sources import Range, whole
@@ -125,9 +125,9 @@ class DenseRules:
         self, tensor: SourceTensor, group: dict[str, SourceTensor], claims: Claims
     ) -> tuple[list[DenseTensor], dict[str, str]]:
         """Codes with what belongs to them: kept, or decoded."""
-        answer = claims.of(facts(group))
+        answer = claims.of(group)
         if isinstance(answer, Claim):
-            rest = left_over(answer, facts(group))
+            rest = left_over(answer, group)
             if rest is not None and rest.code != "E0512":  # a second scale is judged as what it is without codes
                 answer = rest
         if isinstance(answer, Refusal):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
-from pagestone.convert.claims import ACTIVATION_SUFFIXES, DOWNLOAD, REMEDIES, UNREAD, Claims, facts, left_over
+from pagestone.convert.claims import ACTIVATION_SUFFIXES, DOWNLOAD, REMEDIES, UNREAD, BySuffix, Claims, left_over
 from pagestone.convert.family import Family, Fused, depth_of
 from pagestone.convert.sizes import check_sizes
 from pagestone.convert.sources import LayerSource, Place, Tensors
@@ -213,7 +213,7 @@ def _layer(
 INCOMPLETE = "download the checkpoint again: it is incomplete"
 
 
-def _claim(claims: Claims, group: Tensors, shapes: dict[str, Tensor], fail: Failure) -> Claim:
+def _claim(claims: Claims, group: Tensors, shapes: BySuffix, fail: Failure) -> Claim:
     """How a group is stored, `shapes` being what its tensors hold of one matrix; no tensor of it may be left over."""
     answer = claims.of(shapes)
     if isinstance(answer, Claim):
@@ -240,7 +240,7 @@ def _split(family: Family, key: tuple[str, int], tensors: _LayerTensors, claims:
     if len({has for _, has in biases}) > 1:
         raise fail("some matrices of this layer have a bias and some have none", "E0508", None, INCOMPLETE)
     made = {
-        place: _claim(claims, group, facts({n: t for n, t in group.items() if n != BIAS}), fail)
+        place: _claim(claims, group, {n: t for n, t in group.items() if n != BIAS}, fail)
         for place, group in tensors.split.items()
     }
     bias = tensors.split[0, "down"].get(BIAS)
