@@ -27,7 +27,7 @@ from pagestone.reader.chat import Conversation
 from pagestone.reader.container import Container, open_to_run
 from pagestone.reader.dense import DenseTensors, dense_entries
 from pagestone.reader.errors import Closing
-from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_runnable, experts_for
+from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_device, check_runnable, experts_for
 from pagestone.reader.sampling import Sampling, choose_sampling
 from pagestone.reader.store import MODES, ExpertStore, StoreOptions, open_store
 from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
@@ -60,7 +60,8 @@ class SessionOptions:
 
 
 def _check(options: SessionOptions) -> None:
-    """Refuse (E1240) what no store could be opened with."""
+    """Refuse (E1240, E1290) what no store could be opened with, and no model made."""
+    check_device(options.device)
     if options.io not in MODES:
         raise RequestError(
             f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"

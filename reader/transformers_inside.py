@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -47,9 +48,10 @@ def supports_sdpa(model: Any) -> bool:
 # -- state and weights ------------------------------------------------------------------------------------------------
 
 
-def state_word(model: Any) -> str:
-    """The name of the argument, and of the result's field, that holds what a model remembers: it changed in 5.24."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+@cache
+def state_word(kind: Any) -> str:
+    """The argument of a class of models, and its result's field, that holds what one remembers: 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def renamed(model: Any, names: Iterable[str]) -> dict[str, str]:

@@ -133,7 +133,8 @@ class TransformersModel:
         """See `Model.forward`; logits are in the model's dtype."""
         import torch
 
-        word = inside.state_word(self.model)
+        kind: Any = type(self.model)
+        word = inside.state_word(kind)
         with torch.no_grad():
             outputs = self.model(
                 input_ids=torch.tensor([list(ids)], device=self.context.device),

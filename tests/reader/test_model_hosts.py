@@ -102,7 +102,9 @@ def test_the_device(directory: Path, sums: Sums) -> None:
     with Session(directory, SessionOptions("mmap", host="sums")) as opened:
         assert opened.model.context.device == "cpu" == opened.loading.device
     with pytest.raises(RequestError, match=r"found 'cuda': .*E1290"):
-        Session(directory, SessionOptions(host="sums", device="cuda"))
+        Session(directory / "nowhere", SessionOptions(host="sums", device="cuda"))
+    with pytest.raises(RequestError, match=r"found 'cuda': .*E1290"):
+        Loading(device="cuda")
     with pytest.raises(RequestError, match="E1244"):
         Loading("other")
 
