@@ -59,6 +59,12 @@ anything else where that container could not say what it held.
 """
 DAMAGED_WORK = "use --force to discard the unfinished work and convert again"
 IN_THE_WAY = "E0811"
+LEFT_ALONE = frozenset(
+    (".ds_store", ".directory", ".fseventsd", ".gitattributes", ".spotlight-v100", ".trashes", "desktop.ini", "lost+found",
+     "system volume information", "thumbs.db")
+)  # fmt: skip
+"""What file systems, desktops and hubs put into a directory by themselves, in lower case: nobody's data, and no name of
+a container's."""
 NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK, errno.EXDEV}
 
 
@@ -426,7 +432,7 @@ def finish_interrupted(output: Path, *, force: bool = False) -> Manifest | None:
 def check_output(output: Path, *, force: bool) -> None:
     """Refuse an output directory that holds anything but the work of a conversion, or a container to be replaced.
 
-    A manifest that is damaged is a container's if other files of one lie beside it.
+    A manifest that is damaged is a container's if other files of one lie beside it. What is `LEFT_ALONE` may be there.
     """
     if not output.exists():
         return
@@ -435,7 +441,7 @@ def check_output(output: Path, *, force: bool) -> None:
             "an output directory expected, found a file", code="E0806", file=output, remedy="give another --output"
         )
     with machine_errors(output, "reading the output directory"):
-        present = {p.name for p in output.iterdir()} - {PARTIAL}
+        present = {p.name for p in output.iterdir() if p.name.lower() not in LEFT_ALONE} - {PARTIAL}
     if not present:
         return
     remains = is_there(output / PARTIAL / REPLACED) or was_container(output)

@@ -96,6 +96,53 @@ def test_foreign_files(source, tmp_path, what, force):
     assert not isinstance(text, str) or (output / name).read_text() == text
 
 
+SYSTEMS = (".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini", "lost+found", "System Volume Information")
+
+
+@pytest.mark.parametrize("when", ["before", "while it was stopped", "converting", "publishing", "replacing"])
+def test_what_systems_put_there(source, wanted, tmp_path, monkeypatch, when):
+    """What file systems and desktops leave in a directory by themselves is in nobody's way, and stays as it is."""
+    output = tmp_path / "o"
+    output.mkdir()
+
+    def appear(*_: object) -> None:
+        for name in SYSTEMS:
+            if "." in name:
+                (output / name).write_bytes(b"theirs")
+            else:
+                (output / name).mkdir(mode=0o700, exist_ok=True)
+
+    if when == "converting":
+        run(source, output, progress=appear)
+    elif when == "publishing":
+        require = publishing.WorkDirectory.require_intact
+        monkeypatch.setattr(publishing.WorkDirectory, "require_intact", lambda self: (appear(), require(self)))
+        run(source, output)
+    else:
+        if when == "while it was stopped":
+            stop_after(source, output, 0.5)
+        if when == "replacing":
+            run(source, output, "bf16")
+        appear()
+        run(source, output, force=when == "replacing")
+    report = verify(output)
+    assert report.errors == 0
+    assert {(f.code, f.file) for f in report.findings} == {("W1004", name) for name in SYSTEMS}
+    for name in SYSTEMS:
+        assert (output / name).is_dir() or (output / name).read_bytes() == b"theirs"
+        (output / name).unlink() if "." in name else (output / name).rmdir()
+    assert contents(output) == wanted
+
+
+@pytest.mark.parametrize("name", ["._config.json", ".DS_Store.bak", "lost+found2", "Thumbs"])
+def test_what_no_system_put_there(source, tmp_path, name):
+    """The list is of whole names."""
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / name).write_bytes(b"mine")
+    with pytest.raises(RequestError, match="E0807"):
+        run(source, tmp_path / "o")
+
+
 def test_unfinished_work_beside_foreign_files(source, tmp_path):
     """Unfinished work does not make the other files of its directory ours."""
     output = tmp_path / "o"
