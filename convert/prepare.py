@@ -18,6 +18,7 @@ from typing import Any
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.convert.encode import MATRIX_NOTES, REQUANTISED
 from pagestone.convert.errors import machine_errors
+from pagestone.convert.job import identity
 from pagestone.convert.journal import FinishedFile, file_digest
 from pagestone.convert.machine import LACKS, SPACE, disk_space, is_there, own_file, sync_directory, write_durably
 from pagestone.convert.outcome import Outcome
@@ -34,9 +35,8 @@ from pagestone.convert.publish import (
     was_container,
 )
 from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
-from pagestone.formats.digests import Hasher, digest
+from pagestone.formats.digests import digest
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
-from pagestone.formats.layer_file import SPEC_VERSION
 from pagestone.formats.layout import CODES, PARTS, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS,
@@ -204,24 +204,6 @@ def plan_for(request: Request, output: Path) -> Plan:
         checkpoint = open_checkpoint(source, merge_unlisted=request.merge_unlisted)
         check_paths(source, output)
         return plan_checkpoint(checkpoint, request)
-
-
-def identity(plan: Plan) -> dict[str, Any]:
-    """What must be equal for a job to be continued: every key is named in the message when it is not."""
-    stamps = Hasher()
-    for name, stamp in sorted(used_stamps(plan).items()):
-        stamps.update(f"{name}\0{stamp}\n".encode())
-    for name, known in sorted(plan.checkpoint.digests.items()):
-        stamps.update(f"{name}\0".encode() + known)
-    return {
-        "spec version": SPEC_VERSION,
-        "codec": plan.codec.name,
-        "codec parameters": plan.codec.parameters,
-        "--layers": None if plan.partial is None else list(plan.partial),
-        "--include-code": plan.request.include_code,
-        "source": plan.checkpoint.fingerprint,
-        "source file times": stamps.digest().hex(),
-    }
 
 
 def _differences(old: Manifest, plan: Plan) -> list[str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.errors import machine_error, machine_errors
+from pagestone.convert.job import another_job
 from pagestone.convert.journal import FinishedFile, file_digest, from_lines, is_intact, to_line
 from pagestone.convert.machine import (
     LOCKS,
@@ -60,8 +61,8 @@ anything else where that container could not say what it held.
 DAMAGED_WORK = "use --force to discard the unfinished work and convert again"
 IN_THE_WAY = "E0811"
 LEFT_ALONE = frozenset(
-    (".ds_store", ".directory", ".fseventsd", ".gitattributes", ".spotlight-v100", ".trashes", "desktop.ini", "lost+found",
-     "system volume information", "thumbs.db")
+    (".ds_store", ".directory", ".fseventsd", ".gitattributes", ".spotlight-v100", ".trashes", "desktop.ini",
+     "lost+found", "system volume information", "thumbs.db")
 )  # fmt: skip
 """What file systems, desktops and hubs put into a directory by themselves, in lower case: nobody's data, and no name of
 a container's."""
@@ -103,11 +104,10 @@ class WorkDirectory:
         `RequestError` naming what differs if the journal belongs to another job, `DataError` if it is damaged; `force`
         discards that job.
         """
-        wanted = json.loads(json.dumps(identity))
-        known, entries = self._known_job(wanted, force=force)
+        known, entries = self._known_job(identity, force=force)
         if known is None:
             self._discard({LOCK, REPLACED})
-            write_durably(self.file(JOURNAL), json.dumps(wanted).encode() + b"\n", self.lacks)
+            write_durably(self.file(JOURNAL), json.dumps(identity).encode() + b"\n", self.lacks)
         self._journal = open_own(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
         if known is not None:
             for entry in entries:
@@ -117,7 +117,7 @@ class WorkDirectory:
             # what was half done is done again, and must not take the space for it meanwhile
             self._discard({LOCK, JOURNAL, REPLACED, *(self.file(name).name for name in self.finished)})
 
-    def _known_job(self, wanted: Any, *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
+    def _known_job(self, wanted: Mapping[str, Any], *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         """The job in the journal and its finished files; (None, []) if there is none, or `force` discards it."""
         try:
             known, entries = self._read_journal()
@@ -129,13 +129,7 @@ class WorkDirectory:
             return known, entries
         if force:
             return None, []
-        differing = ", ".join(sorted(k for k in wanted.keys() | known.keys() if wanted.get(k) != known.get(k)))
-        raise RequestError(
-            f"an unfinished conversion is here whose {differing} differ(s) from this one's",
-            code="E0803",
-            file=self.path,
-            remedy="repeat the command that began it, or use --force to discard its work",
-        )
+        raise another_job(wanted, known, entries, self.path)
 
     def _read_journal(self) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         path = self.file(JOURNAL)
@@ -158,7 +152,7 @@ class WorkDirectory:
             known, _ = self._read_journal()
         except PagestoneError:
             return
-        if known is None or known == json.loads(json.dumps(identity)):
+        if known is None or known == identity:
             shutil.rmtree(self.path)
 
     def _discard(self, keep: set[str]) -> None:

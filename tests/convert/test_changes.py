@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -121,10 +122,88 @@ def test_source_that_changed_while_the_work_rested(source, tmp_path, change):
     output = tmp_path / "o"
     stop_after(source, output, 0.7)
     change(source / SHARD)
-    with pytest.raises(RequestError, match="source file times"):
+    with pytest.raises(RequestError, match=f"changed or touched since it began: {SHARD} ") as caught:
         run(source, output)
+    assert caught.value.code == "E0803"
     run(source, output, force=True)
     assert verify(output, source=source).exit_code == 0
+
+
+TOUCHES: dict[str, Callable[[Path], None]] = {
+    "a mode": lambda p: p.chmod(0o600),
+    "an owner": lambda p: os.chown(p, os.getuid(), os.getgid()),
+    "a link": lambda p: os.link(p, p.parent.parent / "link"),
+    "a time": lambda p: os.utime(p),
+}
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_source_that_was_touched_while_the_work_rested(source, tmp_path, touch, name):
+    """Every touch is told by the file's name and by what of it is another, and the remedy is one that works."""
+    output = tmp_path / "o"
+    stop_after(source, output, 0.7)
+    TOUCHES[touch](source / name)
+    done = len((output / PARTIAL / JOURNAL).read_bytes().splitlines()) - 1
+    with pytest.raises(RequestError, match="E0803") as caught:
+        run(source, output)
+    said = f"touched since it began: {name} (its {'modification' if touch == 'a time' else 'change'} time)"
+    assert caught.value.message.endswith(said)
+    remedy = str(caught.value.remedy)
+    assert remedy.startswith("use --force to begin anew: that discards ") and "the command that began it" not in remedy
+    assert f"discards {done} finished file(s), " in remedy and "iB" in remedy
+    assert run(source, output, force=True).state == "converted"
+
+
+def test_side_files_that_come_and_go_while_the_work_rested(source, tmp_path):
+    """Each in its own words; what was added can be moved away, and the work is continued."""
+    output = tmp_path / "o"
+    stop_after(source, output, 0.7)
+    finished = {p.name: p.stat().st_ino for p in (output / PARTIAL).glob("*.safetensors")}
+    (source / "NOTICE.txt").write_text("new")
+    with pytest.raises(RequestError, match="E0803") as caught:
+        run(source, output)
+    assert caught.value.message.endswith("is here; added to the source since it began: NOTICE.txt")
+    assert str(caught.value.remedy).startswith("move what was added elsewhere and run the same command")
+    (source / "NOTICE.txt").rename(tmp_path / "NOTICE.txt")
+    assert run(source, output).state == "converted"
+    assert finished.items() <= {p.name: p.stat().st_ino for p in output.iterdir()}.items()
+
+    stop_after(source, tmp_path / "o2", 0.7)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(RequestError, match="E0803") as caught:
+        run(source, tmp_path / "o2")
+    assert caught.value.message.endswith("is here; gone from the source since it began: tokenizer.json")
+    assert str(caught.value.remedy).startswith("use --force to begin anew")
+    with pytest.raises(RequestError, match=r"codec differ.*gone from the source") as caught:
+        run(source, tmp_path / "o2", "bf16")
+
+
+def test_many_files_that_were_touched(source, tmp_path):
+    """A few are named, the others counted."""
+    stop_after(source, tmp_path / "o", 0.7)
+    for file in source.iterdir():
+        file.touch()
+    with pytest.raises(RequestError, match=r"config\.json \(its modification time\), .* and \d+ more"):
+        run(source, tmp_path / "o")
+
+
+@pytest.mark.parametrize("facts", [None, [], {"config.json": 1}, {"config.json": [1, 2]}, "x"])
+def test_work_of_which_nothing_is_said(source, tmp_path, facts):
+    """What the journal says of the source is foreign, and so is a journal with other facts: refused, not believed."""
+    output = tmp_path / "o"
+    stop_after(source, output, 0.7)
+    journal = output / PARTIAL / JOURNAL
+    first, _, rest = journal.read_bytes().partition(b"\n")
+    job = json.loads(first)
+    journal.write_bytes(json.dumps(job | {"source files": facts}).encode() + b"\n" + rest)
+    with pytest.raises(RequestError, match="E0803"):
+        run(source, output)
+    journal.write_bytes(json.dumps({"codec": "int8"}).encode() + b"\n" + rest)
+    with pytest.raises(RequestError, match=r"another version of pagestone(.|\n)*E0803"):
+        run(source, output)
+    journal.write_bytes(first + b"\n" + rest)
+    assert run(source, output).state == "converted"
 
 
 def test_what_is_not_copied_may_change(source, wanted, tmp_path):

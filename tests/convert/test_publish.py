@@ -181,7 +181,7 @@ OTHERS = {
     "--layers": {"layers": (0, 2)},
     "--include-code": {"include_code": True},
     "source": {"source": "other config"},
-    "source file times": {"source": "other data"},
+    "changed or touched since": {"source": "other data"},
 }
 
 
@@ -216,7 +216,7 @@ def test_changed_side_file_is_another_source(source, tmp_path):
     output = tmp_path / "o"
     stop_after(source, output, 0.8)
     (source / "tokenizer.json").write_text("{}")
-    with pytest.raises(RequestError, match="source file times"):
+    with pytest.raises(RequestError, match=r"changed or touched since: tokenizer.json \(its length\)"):
         run(source, output)
     run(source, output, force=True)
     assert (output / "tokenizer.json").read_text() == "{}"
