@@ -658,6 +658,34 @@ def test_int8_with_zero_points(tmp_path: Path, codec: str) -> None:
         assert rules(plan_of(tmp_path / "source", codec), ".experts.") == {rule}
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_int8_in_fused_tensors(tmp_path: Path, codec: str, zero_points: bool) -> None:
+    """Scales and zero points of every row go with their rows: the same layer as from a tensor for each matrix."""
+    spec = Int8Spec(zero_points=zero_points, hidden=192, intermediate=128)
+    digests = []
+    for name, made in (("split", spec), ("fused", spec.having(change=fused_tensors))):
+        outcome = prepare(made.write(tmp_path / name), tmp_path / f"{name}-{codec}", encodings.get(codec), workers=1)
+        digests.append(outcome.manifest.files["layers-00.safetensors"].xxh3)
+        assert outcome.notes == {"passed through" if codec == "int8" and not zero_points else "requantised": 6}
+    assert digests[0] == digests[1]
+
+
+def fused_tensors(tensors: dict[str, Raw]) -> dict[str, Raw]:
+    """The experts of the first layer in one tensor for each role of gate and up, and of down."""
+    found = {n: t for n, t in tensors.items() if not n.startswith(EXPERTS)}
+    for place, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        for tail in ("weight", "weight_scale", "weight_zero_point"):
+            own = [[tensors[f"{EXPERTS}.{e}.{part}.{tail}"] for part in parts] for e in range(2)
+                   if f"{EXPERTS}.{e}.{parts[0]}.{tail}" in tensors]  # fmt: skip
+            if own:
+                rows, *rest = own[0][0][1]
+                raw = b"".join(tensor[2] for expert in own for tensor in expert)
+                shape = (2, rows * len(parts), *rest)
+                found[f"{EXPERTS}.{place}{tail.removeprefix('weight')}"] = own[0][0][0], shape, raw
+    return found
+
+
 @pytest.mark.parametrize("codec", [c for c in CODECS if c != "int8"])
 def test_int8_to_other_codecs(tmp_path: Path, codec: str) -> None:
     """Any other codec stores its definition of code * scale."""
