@@ -144,11 +144,15 @@ OPENS = {
     "convert/prepare.py": "experts.parquet is synced",
     "convert/publish.py": "locks",
     "convert/writing.py": "files of a container are written",
+    "reader/commands.py": "opens sessions",
+    "validate/audit.py": "audits, which are of neither",
+    "validate/recorded.py": "audits and their traces",
+    "validate/requests.py": "audits",
 }
 """Who opens files of a source or of a container, and why."""
 
 
-@pytest.mark.parametrize("room", ["formats", "convert"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_one_place_touches_bytes(room):
     """Whatever else reads a source or a container asks a storage."""
     for file in sources(room):
