@@ -191,31 +191,38 @@ def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkp
         hasher.update(catalogue.add(shard, listed=shard not in unlisted))
     shards += unlisted
     catalogue.require_all(index.name if index else INDEX)
-    side = list(list_side_files(root, {*shards, *named}, warnings))
-    if container:
-        side = [
-            replace(f, rule="of the container, not of the model") if f.name in (MANIFEST, EXPERTS, RECORDS) else f
-            for f in side
-        ]
-    copied = [f.name for f in side if f.rule in (None, CODE)]
-    directory.refuse_unfinished(root, (), copied)
-    if (root / TEMPLATES).is_dir():
-        directory.refuse_unfinished(
-            root / TEMPLATES, (), [n.rpartition("/")[2] for n in copied if n.startswith(f"{TEMPLATES}/")]
-        )
-    stamps |= {name: _stamp(root / name) for name in copied}
+    side = _side_files(root, {*shards, *named}, container, warnings)
+    stamps |= {f.name: _stamp(root / f.name) for f in side if f.rule in COPIED}
     return Checkpoint(
         root,
         config,
         catalogue.tensors,
         tuple(shards),
-        tuple(side),
+        side,
         hasher.digest().hex(),
         tuple(warnings),
         stamps,
         digests,
         container,
     )
+
+
+COPIED = (None, CODE)
+"""What is said of side files that are copied, or may be."""
+
+
+def _side_files(root: Place, taken: set[str], container: bool, warnings: list[str]) -> tuple[SideFile, ...]:
+    """The side files beside the files `taken`; none that would be copied is half a download."""
+    side = tuple(list_side_files(root, taken, warnings))
+    if container:
+        ours = (MANIFEST, EXPERTS, RECORDS)
+        side = tuple(replace(f, rule="of the container, not of the model") if f.name in ours else f for f in side)
+    copied = [f.name for f in side if f.rule in COPIED]
+    directory.refuse_unfinished(root, (), copied)
+    if (root / TEMPLATES).is_dir():
+        templates = [n.rpartition("/")[2] for n in copied if n.startswith(f"{TEMPLATES}/")]
+        directory.refuse_unfinished(root / TEMPLATES, (), templates)
+    return side
 
 
 @dataclass(slots=True)
