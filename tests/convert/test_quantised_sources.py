@@ -671,6 +671,20 @@ def test_int8_in_fused_tensors(tmp_path: Path, codec: str, zero_points: bool) ->
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2, 3), (1, 2, 3)])
+def test_a_fused_scale_without_something_for_each_expert(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A scalar has no first axis to take apart; taken for every expert's it would be other bytes for each."""
+
+    def change(tensors: dict[str, Raw]) -> dict[str, Raw]:
+        (name,) = (n for n in tensors if n.startswith(EXPERTS) and "down_proj" in n and "scale" in n)
+        return tensors | {name: ("F32", shape, np.ones(shape, "<f4").tobytes())}
+
+    root = EDGE.having(fused=True, change=change).write(tmp_path / "s")
+    with pytest.raises(DataError, match="something for each expert") as caught:
+        planned(root, "int8")
+    assert caught.value.code == "E0515" and "down_proj" in str(caught.value.tensor)
+
+
 def fused_tensors(tensors: dict[str, Raw]) -> dict[str, Raw]:
     """The experts of the first layer in one tensor for each role of gate and up, and of down."""
     found = {n: t for n, t in tensors.items() if not n.startswith(EXPERTS)}
