@@ -79,9 +79,12 @@ class TestLocalDirectory(StorageTests):
     def test_a_directory_that_may_not_be_entered_is_no_absence(self, made: Storage) -> None:
         """Only the answer that there is nothing means that there is nothing."""
         with pytest.MonkeyPatch.context() as patch:
+            real = Path.stat
 
-            def refuse(*_: Any, **__: Any) -> Any:
-                raise PermissionError(errno.EACCES, "Permission denied", "config.json")
+            def refuse(path: Path, *, follow_symlinks: bool = True) -> Any:
+                if follow_symlinks:
+                    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+                return real(path, follow_symlinks=False)
 
             patch.setattr(Path, "stat", refuse)
             with pytest.raises(PermissionError):
@@ -328,6 +331,23 @@ def test_what_is_read_later_stays(big: Path) -> None:
                 source.read_into(shard.name, start + (number << 17), memoryview(bytearray(1 << 17)))
         assert resident(shard) >= pages - 2 * 8 * 32 - 2
     assert not resident(shard)
+    fill_cache(big)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "READAHEAD", 0)
+        with LocalDirectory(big, once=True) as source:
+            source.read_into(shard.name, 0, memoryview(bytearray(shard.stat().st_size)))
+        assert not resident(shard)
+
+
+def test_whole_pages_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on the edges too: the system itself would keep a page of which a part is named."""
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, first, nbytes, __: asked.append((first, nbytes)))
+    module.forget(0, 5000, 100, beyond=0)
+    module.forget(0, 4096, 4096, beyond=0)
+    module.forget(0, 4095, 2, beyond=0)
+    module.forget(0, 9000, 0)
+    assert asked == [(PAGE, PAGE), (PAGE, PAGE), (0, 2 * PAGE), (2 * PAGE, PAGE + module.READAHEAD)]
 
 
 def test_ranges() -> None:
