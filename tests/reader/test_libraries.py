@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_a_family_that_came_later_is_asked_before_a_model_is_made(
     oracle("torch")
     oracle("transformers")
     monkeypatch.setitem(libraries.NEWER_FAMILIES, "qwen3_5_moe", (9, 9))
-    for ask in (lambda: host.vocabulary_of(tiny), lambda: host._empty_model(tiny, host.PACKED)):
+    for ask in (lambda: host.vocabulary_of(tiny), lambda: host._empty_model(SimpleNamespace(path=tiny), host.PACKED)):
         with pytest.raises(PagestoneError, match=r"transformers>=9\.9 .*E1221"):
             ask()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,7 +288,7 @@ def test_a_config_that_no_model_can_be_made_of(tmp_path: Path, kind: str) -> Non
     host.register_attention()
     (tmp_path / "config.json").write_text(CONFIGS[kind])
     with pytest.raises(RequestError, match=r"config.json: .*E1225") as error:
-        host._empty_model(tmp_path, host.PACKED)
+        host._empty_model(SimpleNamespace(path=tmp_path), host.PACKED)
     message = str(error.value).splitlines()
     assert len(message) == 2 and len(message[0]) < 800 and not message[0].split("(E1225)")[0].rstrip().endswith(":")
 
