@@ -417,3 +417,14 @@ def test_files_kept_are_left_alone(big: Path) -> None:
     assert resident(path) == pages > 1000
     place_of(path, once=True).read_bytes()
     assert not resident(path)
+
+
+def test_an_opener_that_names_no_file(tmp_path: Path) -> None:
+    """Also what is refused without a name gets the file's."""
+
+    def refuse(path: Path, flags: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output") as caught:
+        LocalDirectory(tmp_path, opener=refuse).read_into("f", 0, memoryview(bytearray(1)))
+    assert str(caught.value.filename) == str(tmp_path / "f")
