@@ -46,17 +46,17 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 
 def another_job(
-    wanted: Mapping[str, Any], known: Mapping[str, Any], finished: Sequence[FinishedFile], work: Path
+    asked: Mapping[str, Any], begun: Mapping[str, Any], finished: Sequence[FinishedFile], work: Path
 ) -> RequestError:
-    """The refusal (E0803) to continue the job `known`, read from a journal, as `wanted`: what differs, what to do."""
+    """The refusal (E0803) to continue the job `begun`, read from a journal, as `asked`: what differs, what to do."""
     sizes = {f.name: f.nbytes for f in finished}  # a file that was made twice stands twice in the journal
     anew = f"use --force to begin anew: that discards {len(sizes)} finished file(s), {size_text(sum(sizes.values()))}"
-    if wanted.keys() != known.keys():
+    if asked.keys() != begun.keys():
         what, remedy = "by another version of pagestone is here", f"finish it with that version, or {anew}"
     else:
-        differing = sorted(k for k in wanted if wanted[k] != known[k])
+        differing = sorted(k for k in asked if asked[k] != begun[k])
         options = [k for k in differing if k not in (SOURCE, FILES)]
-        changed, added, gone = _changes(wanted[FILES], known[FILES])
+        changed, added, gone = _changes(asked[FILES], begun[FILES])
         told = [f"its {', '.join(options)} differ(s) from this one's"] if options else []
         told += [f"of the source changed or touched since it began: {changed}"] if changed else []
         told += [f"added to the source since it began: {added}"] if added else []
@@ -72,21 +72,21 @@ def another_job(
     return RequestError(f"an unfinished conversion {what}", code="E0803", file=work, remedy=remedy)
 
 
-def _changes(wanted: Mapping[str, Any], known: Any) -> tuple[str, str, str]:
+def _changes(asked: Mapping[str, Any], begun: Any) -> tuple[str, str, str]:
     """(changed, added, gone): files of the source in words, each "" if there are none."""
-    if not isinstance(known, dict):
+    if not isinstance(begun, dict):
         return "all of the source", "", ""
-    changed = [f"{n} ({_fact(wanted[n], known[n])})" for n in sorted(wanted.keys() & known.keys())
-               if wanted[n] != known[n]]  # fmt: skip
-    return _named(changed), _named(sorted(wanted.keys() - known.keys())), _named(sorted(known.keys() - wanted.keys()))
+    changed = [f"{n} ({_fact(asked[n], begun[n])})" for n in sorted(asked.keys() & begun.keys())
+               if asked[n] != begun[n]]  # fmt: skip
+    return _named(changed), _named(sorted(asked.keys() - begun.keys())), _named(sorted(begun.keys() - asked.keys()))
 
 
-def _fact(wanted: Sequence[Any], known: Any) -> str:
+def _fact(asked: Sequence[Any], begun: Any) -> str:
     """What of a file is another: the first fact that differs."""
     facts = (*FACTS, "contents")
-    if not isinstance(known, list) or len(known) != len(facts):
+    if not isinstance(begun, list) or len(begun) != len(facts):
         return "facts that are none"
-    return "its " + next(fact for fact, a, b in zip(facts, wanted, known, strict=True) if a != b)
+    return "its " + next(fact for fact, a, b in zip(facts, asked, begun, strict=True) if a != b)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -104,12 +104,12 @@ class WorkDirectory:
         `RequestError` naming what differs if the journal belongs to another job, `DataError` if it is damaged; `force`
         discards that job.
         """
-        known, entries = self._known_job(identity, force=force)
-        if known is None:
+        begun, entries = self._begun_job(identity, force=force)
+        if begun is None:
             self._discard({LOCK, REPLACED})
             write_durably(self.file(JOURNAL), json.dumps(identity).encode() + b"\n", self.lacks)
         self._journal = open_own(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
-        if known is not None:
+        if begun is not None:
             for entry in entries:
                 fits = files.get(entry.name) == (entry.nbytes, len(entry.records))
                 if fits and is_intact(self.file(entry.name), entry):
@@ -117,19 +117,19 @@ class WorkDirectory:
             # what was half done is done again, and must not take the space for it meanwhile
             self._discard({LOCK, JOURNAL, REPLACED, *(self.file(name).name for name in self.finished)})
 
-    def _known_job(self, wanted: Mapping[str, Any], *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
+    def _begun_job(self, asked: Mapping[str, Any], *, force: bool) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         """The job in the journal and its finished files; (None, []) if there is none, or `force` discards it."""
         try:
-            known, entries = self._read_journal()
+            begun, entries = self._read_journal()
         except PagestoneError:
             if not force:
                 raise
             return None, []
-        if known is None or known == wanted:
-            return known, entries
+        if begun is None or begun == asked:
+            return begun, entries
         if force:
             return None, []
-        raise another_job(wanted, known, entries, self.path)
+        raise another_job(asked, begun, entries, self.path)
 
     def _read_journal(self) -> tuple[dict[str, Any] | None, list[FinishedFile]]:
         path = self.file(JOURNAL)
@@ -331,17 +331,17 @@ class WorkDirectory:
             source.replace(target)
 
 
-def _holds(path: Path, known: FileDigest, entry: FinishedFile | None, experts: int) -> bool:
+def _holds(path: Path, listed: FileDigest, entry: FinishedFile | None, experts: int) -> bool:
     """Whether a file is the one a manifest lists. The time of its last write speaks for it; else its digest does."""
     if not is_regular(path):
         return False
     status = path.lstat()
-    if status.st_size != known.nbytes:
+    if status.st_size != listed.nbytes:
         return False
     # moving it changed its change time
-    if entry is not None and entry.xxh3 == known.xxh3.hex() and entry.stamp[:2] == (known.nbytes, status.st_mtime_ns):
+    if entry is not None and entry.xxh3 == listed.xxh3.hex() and entry.stamp[:2] == (listed.nbytes, status.st_mtime_ns):
         return True
-    return file_digest(path, experts) == known.xxh3
+    return file_digest(path, experts) == listed.xxh3
 
 
 def in_the_way(path: Path) -> RequestError:

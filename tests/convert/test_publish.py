@@ -216,7 +216,7 @@ def test_changed_side_file_is_another_source(source, tmp_path):
     output = tmp_path / "o"
     stop_after(source, output, 0.8)
     (source / "tokenizer.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"changed or touched since: tokenizer.json \(its length\)"):
+    with pytest.raises(RequestError, match=r"changed or touched since it began: tokenizer.json \(its length\)"):
         run(source, output)
     run(source, output, force=True)
     assert (output / "tokenizer.json").read_text() == "{}"
