@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,19 @@ def places(layout: LayerLayout, expert: int, part: str) -> dict[str, int]:
     return found
 
 
+@contextmanager
+def _system_memory() -> Iterator[None]:
+    """Within it Arrow allocates as everybody does: its own allocators take megabytes in advance."""
+    import pyarrow as pa
+
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(before)
+
+
 def write_experts(
     path: str | os.PathLike[str], groups: Iterable[Mapping[str, Sequence[Any]]], roles: Sequence[str]
 ) -> None:
@@ -330,6 +344,7 @@ def write_experts(
     schema = pa.schema([pa.field(name, getattr(pa, kind)()) for name, kind in columns_for(roles)])
     # open files, not paths: pyarrow would take a name with a colon for a URI
     with (
+        _system_memory(),
         Path(path).open("wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd", version="2.6", store_schema=False) as writer,
     ):
@@ -363,7 +378,8 @@ def read_experts(path: AnyPlace, rows: int | None = None, roles: Iterable[str] |
 
     raw = _table_bytes(file, UNKNOWN if rows is None else rows, fail)
     try:
-        return _table(raw, rows, roles, fail)
+        with _system_memory():
+            return _table(raw, rows, roles, fail)
     except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
         raise fail(f"a Parquet file expected: {error}", "E0311") from None
 

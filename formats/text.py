@@ -32,10 +32,13 @@ def shown_lines(lines: Iterable[object]) -> str:
     return "\n".join(map(shown, lines))
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that orders numbers inside names by value, so that layer 10 comes after layer 2."""
+def natural(name: str) -> tuple[str | int, ...]:
+    """Sort key that orders numbers inside names by value, so that layer 10 comes after layer 2.
+
+    Words and numbers take turns, a word first (perhaps an empty one), so like is compared with like.
+    """
     words = re.split(r"([0-9]{1,18})", name)
-    return tuple((1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w)
+    return tuple(int(word) if n % 2 else word for n, word in enumerate(words))
 
 
 def size_text(nbytes: int | float) -> str:

@@ -23,7 +23,7 @@ from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_layer_file, read_sidecar
-from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, layer_entries, tensor_name
+from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS,
     MANIFEST,
@@ -42,6 +42,8 @@ from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
 Columns = dict[str, list[Any]]
+KEPT = ("file", "expert", "part", "tensor", *(name for name, _ in SUMS))
+"""Columns of experts.parquet that other checks ask for once it is seen that all are right: the rest is let go."""
 Progress = Callable[[int], None]
 
 
@@ -244,6 +246,18 @@ def _shard(path: Path) -> Iterator[Finding]:
         yield Finding(ERROR, "E0225", path.name, message)
 
 
+def _homes(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[tuple[str, str, int]]:
+    """(name, file, bytes) of every tensor that an index lists."""
+    for layer in layers:
+        file = layer.file
+        for expert in range(file.count):
+            for slot in layer.layout.record.slots:
+                if slot.part is not None:
+                    yield tensor_name(file.prefix, expert, file.part_names, slot), layer.entry.file, slot.nbytes
+    for shard in dense:
+        yield from ((tensor.name, shard, tensor.nbytes) for tensor in entries(root, shard))
+
+
 def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
     try:
@@ -252,20 +266,10 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
     except (ValueError, KeyError, TypeError):
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
         return
+    del table
     wanted: dict[str, str] = {}
     size = 0
-    homes: list[tuple[str, str, int]] = []
-    for layer in layers:
-        file = layer.file
-        pads = {
-            f"{file.prefix}.{e}.{s.suffix}" for e in range(file.count) for s in layer.layout.record.slots if not s.part
-        }
-        for name, _, _, begin, end in layer_entries(layer.layout.record, file.count, file.prefix, file.part_names):
-            if name not in pads:
-                homes.append((name, layer.entry.file, end - begin))
-    for shard in dense:
-        homes += [(tensor.name, shard, tensor.nbytes) for tensor in entries(root, shard)]
-    for name, home, nbytes in homes:
+    for name, home, nbytes in _homes(root, layers, dense):
         if name in wanted:
             yield Finding(ERROR, "E1016", home, f"{name} also stands in {wanted[name]}")
         wanted[name] = home
@@ -323,7 +327,7 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if have != want:
             return None, [Finding(ERROR, "E1015", EXPERTS, f"row {number}: {want} expected, found {have}")]
-    return columns, []
+    return {name: columns[name] for name in KEPT}, []
 
 
 def _is_zero(layer: OpenLayer, expert: int, part: str) -> bool:

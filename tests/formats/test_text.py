@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.text import clipped, shown, shown_lines, size_text
+from pagestone.formats.text import clipped, natural, shown, shown_lines, size_text
 from pagestone.validate.findings import ERROR, Finding, of_error
 
 EVIL = "a\nerror: forged\r\x1b[2J\x7f\x9b31m\u202e\u2066\u200f\u2028\ud800.weight"
@@ -87,3 +90,15 @@ def test_a_finding_keeps_the_name_for_json():
 )  # fmt: skip
 def test_a_size_is_binary_and_says_so(nbytes, text):
     assert size_text(nbytes) == text
+
+
+@given(st.lists(st.text(alphabet="a.0129_é", max_size=45), max_size=12))
+@example(["1", "a", "", "a1", "a1b", "a01", "1" * 18, "1" * 19, "1" * 37, "1" * 18 + "x", "2", "10"])
+def test_natural_order_is_that_of_words_and_numbers(names: list[str]) -> None:
+    """As if each name were taken apart into words and numbers of up to 18 digits, a number before any word."""
+
+    def key(name: str) -> list[tuple[int, int, str]]:
+        words = re.split(r"([0-9]{1,18})", name)
+        return [(1, 0, w) if n % 2 == 0 else (0, int(w), "") for n, w in enumerate(words) if w]
+
+    assert sorted(names, key=natural) == sorted(names, key=key)
