@@ -433,9 +433,13 @@ def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) ->
         weight_map[name] = file
         total += size
     quoted = partial(json.dumps, ensure_ascii=False)
-    lines = ",\n".join(f"    {quoted(name)}: {quoted(weight_map[name])}" for name in sorted(weight_map))
-    head = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n'
-    return f"{head}{lines}\n  }}\n}}\n".encode()
+    text = bytearray(f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{'.encode())
+    between = "\n"
+    for name in sorted(weight_map):
+        text += f"{between}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+        between = ",\n"
+    text += b"\n  }\n}\n"
+    return bytes(text)
 
 
 def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> Iterator[tuple[str, str, int]]:
