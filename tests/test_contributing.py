@@ -55,9 +55,3 @@ def test_what_only_the_tests_know_is_in_no_room(kind):
     names = classes or [f.stem for f in files]
     ours = "".join(f.read_text(encoding="utf-8") for room in ROOMS for f in (ROOT / room).rglob("*.py"))
     assert names and not [name for name in names if name in ours]
-
-
-def test_every_path_that_is_named_exists():
-    paths = re.findall(r"`((?:\.ci|convert|formats|reader|validate|scripts|specs|tests)/[\w./*-]*)", PAGE)
-    missing = [path for path in paths if "NAME" not in path and not any(ROOT.glob(path.rstrip("/")))]
-    assert len(paths) > 20 and not missing

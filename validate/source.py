@@ -19,11 +19,9 @@ from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
-from pagestone.formats.storage import AnyPlace, Place, place_of
+from pagestone.formats.storage import PIECE, AnyPlace, Place, place_of
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
-
-CHUNK = 1 << 20
 
 
 @dataclass(slots=True)
@@ -153,8 +151,8 @@ class Comparison:
         if path.size() != nbytes:
             yield Finding(ERROR, "E1027", name, f"{nbytes} bytes expected as in the source")
             return
-        for start in range(0, nbytes, CHUNK):
-            size = min(CHUNK, nbytes - start)
+        for start in range(0, nbytes, PIECE):
+            size = min(PIECE, nbytes - start)
             want = memoryview(bytearray(size))
             self.files.read_into(name, start, want)
             have = read_exactly(path, start, size)
@@ -178,7 +176,7 @@ class Comparison:
 
     def _dense(self, path: Place, position: int, tensor: DenseTensor, progress: Progress) -> Iterator[Finding]:
         """Compare one dense tensor with what the source gives, copied or decoded."""
-        for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(CHUNK))):
+        for want, _, _ in pieces(self.files, tensor, memoryview(bytearray(PIECE))):
             have = read_exactly(path, position, len(want))
             progress(len(want))
             if have != want:

@@ -118,3 +118,32 @@ def test_a_layer_file_may_say_more_and_its_sidecar_may_not(tmp_path):
         assert {(f.code, f.file) for f in verify(root).findings} == ({("E0226", side)} if refused else set())
         with pytest.raises(DataError, match="producer") if refused else nullcontext():
             open_container(root).layers[1].expert(0)
+
+
+def overlapping(table):
+    """One tensor where another of its length lies: what is covered twice is missing elsewhere."""
+    names = [name for name in table if name != "__metadata__"]
+    spans = {name: table[name]["data_offsets"] for name in names}
+    one, other = next(
+        (a, b) for a in names for b in names if a < b and spans[a][1] - spans[a][0] == spans[b][1] - spans[b][0]
+    )
+    table[other]["data_offsets"] = list(spans[one])
+
+
+def fractional(table):
+    """An offset with a point, which is the same number and no integer."""
+    entry = next(entry for name, entry in table.items() if name != "__metadata__" and entry["data_offsets"][0] == 0)
+    entry["data_offsets"][0] = 0.0
+
+
+@pytest.mark.parametrize("edit", [overlapping, fractional])
+def test_a_dense_shard_is_held_to_the_rules_too(tmp_path, edit):
+    """Digests that are right excuse nothing."""
+    root = tmp_path / "c"
+    shutil.copytree(ROOT / "tests" / "vectors" / "accept" / "int8-odd", root)
+    (shard,) = root.glob("dense-*.safetensors")
+    make.seal(root)
+    assert plain_reader.main(root) == 0
+    make.header(shard.name, edit)(root)
+    make.seal(root)
+    assert plain_reader.main(root) == 1 and verify(root).findings
