@@ -108,7 +108,7 @@ def test_unfinished_work_of_another_version(tmp_path: Path) -> None:
     (output / PARTIAL).mkdir(parents=True)
     job: dict[str, Any] = {"spec version": "1"}
     (output / PARTIAL / JOURNAL).write_text(json.dumps(job) + "\n")
-    with pytest.raises(RequestError, match=r"spec version.*E0803"):
+    with pytest.raises(RequestError, match=r"by another version of pagestone.*E0803"):
         prepare(tmp_path / "s", output, encodings.get("int8"), workers=1)
     assert prepare(tmp_path / "s", output, encodings.get("int8"), workers=1, force=True)
     assert read_manifest(output / MANIFEST).matrices == 12
