@@ -27,7 +27,7 @@ from pagestone.formats.config import config_facts, config_with, stated_config
 from pagestone.formats.dtypes import item_size
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import LayoutError, RequestError
-from pagestone.formats.layer_file import LayerFile, layer_file_name, sidecar_name
+from pagestone.formats.layer_file import LayerHeader, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
 from pagestone.formats.manifest import DIGEST_BYTES, EXPERTS, MANIFEST, RECORDS
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
@@ -82,7 +82,7 @@ class LayerTarget:
     """One layer file (and its sidecar) to be written, and where its experts come from."""
 
     name: str
-    file: LayerFile
+    file: LayerHeader
     source: LayerSource
     nbytes: int
     sidecar: str | None
@@ -347,7 +347,7 @@ def _expert_rules(
 def _layer_target(
     checkpoint: Checkpoint, codec: Codec, source: LayerSource, width: int, header_limit: int
 ) -> LayerTarget:
-    file = LayerFile(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names)
+    file = LayerHeader(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names)
     name = layer_file_name(source.block, source.layer, width)
     try:
         nbytes = file.layout(len(file.head(header_limit))).file_size

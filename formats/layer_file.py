@@ -1,6 +1,6 @@
 """A layer file and its row-sum sidecar: safetensors files with promises (specs/container.md, "A layer file").
 
-`LayerFile` says what a file holds; its header is built from that and nothing else. `read_layer_file` does the
+`LayerHeader` says what a file holds; its header is built from that and nothing else. `read_layer_file` does the
 reverse and refuses any file whose table of tensors is not exactly the one its metadata prescribes.
 """
 
@@ -52,7 +52,7 @@ BLOCKS = ("layers", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFile:
+class LayerHeader:
     """Everything a layer file's header is made from.
 
     `prefix` is the full name of the experts module (`model.layers.3.mlp.experts`); `part_names` are the names of
@@ -288,15 +288,15 @@ class _Metadata:
         return bias
 
 
-def _described(stored: Mapping[str, str], file: Place) -> LayerFile:
-    """The `LayerFile` that a header's metadata state; raises `DataError` where they are not understood."""
+def _described(stored: Mapping[str, str], file: Place) -> LayerHeader:
+    """The `LayerHeader` that a header's metadata state; raises `DataError` where they are not understood."""
     meta = _Metadata(stored, file)
     if meta.text("spec") != SPEC_VERSION:
         raise _not_understood(other_version(meta.text("spec"))[0], file)
     block, part_names = meta.one_of("block", BLOCKS), meta.part_names()
     parameters, bias = meta.parameters(), meta.bias_dtype()
     try:
-        described = LayerFile(
+        described = LayerHeader(
             codec=encodings.get(meta.text("codec"), parameters),
             block=block,
             layer=meta.number("layer", 0),
@@ -353,7 +353,7 @@ def _aligned(header: Header, file: Place) -> None:
         )
 
 
-def read_layer_file(path: AnyPlace) -> tuple[LayerFile, LayerLayout]:
+def read_layer_file(path: AnyPlace) -> tuple[LayerHeader, LayerLayout]:
     """What a layer file holds and where, after checking its table against its metadata completely.
 
     Raises `DataError` (E02xx) naming file and tensor for an unknown version or codec, a name that is missing or left
@@ -394,7 +394,7 @@ METADATA = 1 << 16
 """Bytes of a header in which our metadata end: they take one or two thousand."""
 
 
-def _expected(text: bytes, size: int, file: Place) -> tuple[LayerFile, LayerLayout] | None:
+def _expected(text: bytes, size: int, file: Place) -> tuple[LayerHeader, LayerLayout] | None:
     """What a layer file holds, if its header is to the byte the one we make of its metadata; None if not.
 
     Such a header needs no parser: it is strict JSON, without hole or overlap, because `head` makes no other.
@@ -417,7 +417,7 @@ def _expected(text: bytes, size: int, file: Place) -> tuple[LayerFile, LayerLayo
 _DECODER = json.JSONDecoder()
 
 
-def read_sidecar(path: AnyPlace, layer: LayerFile) -> dict[tuple[str, str], TensorEntry]:
+def read_sidecar(path: AnyPlace, layer: LayerHeader) -> dict[tuple[str, str], TensorEntry]:
     """A sidecar's tensors by part and role, once it is seen to belong to `layer`, whole, and to say no more.
 
     Raises `DataError` (E02xx). A sidecar is nobody's but ours: unlike a layer file it takes no key of others.

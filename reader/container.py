@@ -28,7 +28,7 @@ from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import F32, VIEWS, Array
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.layer_file import BLOCKS, PAIR, LayerFile, beside_of, read_layer_file, read_sidecar
+from pagestone.formats.layer_file import BLOCKS, PAIR, LayerHeader, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
 from pagestone.formats.manifest import (
     EXPERTS,
@@ -223,7 +223,7 @@ class Layer(Closing):
         return (self.expert(e) for e in range(len(self)))
 
     @cached_property
-    def _opened(self) -> tuple[LayerFile, LayerLayout]:
+    def _opened(self) -> tuple[LayerHeader, LayerLayout]:
         path = self.path
         with MachineErrors(path, "reading"):
             file, layout = read_layer_file(path)
@@ -259,7 +259,7 @@ class Layer(Closing):
         return self._root / self.entry.file
 
     @property
-    def file(self) -> LayerFile:
+    def file(self) -> LayerHeader:
         """What the layer's file says of itself: codec, prefix, shape, names."""
         return self._opened[0]
 

@@ -30,17 +30,18 @@ try:
 except ImportError:  # as they were called once
     from pagestone.formats import codecs as encodings
 from pagestone.formats.digests import digest, layer_digest
-from pagestone.formats.layer_file import LayerFile, layer_file_name
+from pagestone.formats.layer_file import layer_file_name
 from pagestone.formats.layout import ExpertShape
 from pagestone.formats.manifest import FileDigest, LayerEntry, Manifest
 import pagestone.formats.layer_file as lf
+LayerHeader = getattr(lf, "LayerHeader", None) or lf.LayerFile  # what it was called before
 root, layers, experts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 root.mkdir()
 codec, entries, files = encodings.get("int8"), [], {}
 zero = None
 for n in range(layers):
     prefix = f"model.language_model.layers.{n}.mlp.experts"
-    file = LayerFile(codec, "layers", n, prefix, ExpertShape(2048, 512), experts)
+    file = LayerHeader(codec, "layers", n, prefix, ExpertShape(2048, 512), experts)
     name, head = layer_file_name("layers", n), file.head()
     zero = zero or digest(bytes(file.layout(len(head)).stride))
     side = lf.sidecar_name(name)

@@ -22,7 +22,7 @@ from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
-from pagestone.formats.layer_file import Beside, LayerFile, beside_of, read_layer_file, read_sidecar
+from pagestone.formats.layer_file import Beside, LayerHeader, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS,
@@ -53,7 +53,7 @@ class OpenLayer:
 
     entry: LayerEntry
     path: Path
-    file: LayerFile
+    file: LayerHeader
     layout: LayerLayout
     beside: Beside
 

@@ -18,7 +18,7 @@ from pagestone.formats import encodings, safetensors_header
 from pagestone.formats.encodings.bf16 import Bf16
 from pagestone.formats.encodings.int8 import Int8
 from pagestone.formats.errors import LayoutError
-from pagestone.formats.layer_file import LayerFile
+from pagestone.formats.layer_file import LayerHeader
 from pagestone.formats.layout import BESIDE, PAGE, RECORD, ExpertShape, Role
 from pagestone.formats.safetensors_header import build_header
 from pagestone.validate import source as comparing
@@ -94,7 +94,7 @@ def test_the_limit_is_that_of_readers() -> None:
     assert len(build_header(entries, {}, 8, length)) == 8 + length
     with pytest.raises(LayoutError, match="E0610"):
         build_header(entries, {}, 8, length - 1)
-    file = LayerFile(encodings.get("int8"), "layers", 0, "p", ExpertShape(8, 8), 1)
+    file = LayerHeader(encodings.get("int8"), "layers", 0, "p", ExpertShape(8, 8), 1)
     with pytest.raises(LayoutError, match="E0610"):
         file.sidecar_head(len(file.sidecar_head()) - 9)
 

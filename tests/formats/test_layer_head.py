@@ -11,16 +11,16 @@ import pytest
 
 from pagestone.formats import encodings, layer_file
 from pagestone.formats.errors import DataError, LayoutError
-from pagestone.formats.layer_file import LayerFile, read_layer_file
+from pagestone.formats.layer_file import LayerHeader, read_layer_file
 from pagestone.formats.layout import PAGE, ExpertShape, layer_entries, record_layout
 from pagestone.formats.safetensors_header import build_header
 
 FILES = {
-    "int8": LayerFile(encodings.get("int8"), "layers", 3, "model.layers.3.mlp.experts", ExpertShape(16, 7), 12),
-    "biases": LayerFile(encodings.get("bf16"), "mtp", 0, "m.experts", ExpertShape(23, 9, "F32"), 2),
-    "fp8": LayerFile(encodings.get("fp8"), "layers", 0, "m", ExpertShape(192, 160, "BF16"), 3, ("w1", "w3", "w2")),
-    "q3": LayerFile(encodings.get("q3"), "layers", 0, "m.e", ExpertShape(128, 64), 101),
-    "odd names": LayerFile(  # what JSON escapes, and what a template would take for its own
+    "int8": LayerHeader(encodings.get("int8"), "layers", 3, "model.layers.3.mlp.experts", ExpertShape(16, 7), 12),
+    "biases": LayerHeader(encodings.get("bf16"), "mtp", 0, "m.experts", ExpertShape(23, 9, "F32"), 2),
+    "fp8": LayerHeader(encodings.get("fp8"), "layers", 0, "m", ExpertShape(192, 160, "BF16"), 3, ("w1", "w3", "w2")),
+    "q3": LayerHeader(encodings.get("q3"), "layers", 0, "m.e", ExpertShape(128, 64), 101),
+    "odd names": LayerHeader(  # what JSON escapes, and what a template would take for its own
         encodings.get("int8"),
         "layers",
         10,
@@ -32,7 +32,7 @@ FILES = {
 }
 
 
-def write(root: Path, file: LayerFile, head: bytes | None = None) -> Path:
+def write(root: Path, file: LayerHeader, head: bytes | None = None) -> Path:
     """The layer file with records of zeros; nothing here reads them."""
     path = root / "layer.safetensors"
     whole = file.head() if head is None else head
@@ -129,7 +129,7 @@ def test_metadata_of_strangers(old: str, new: str, words: str | None, tmp_path: 
 def test_a_promise_of_any_length_is_compared_piece_by_piece(tmp_path: Path) -> None:
     """A count and a prefix that promise gigabytes of header, in a file long enough for the records."""
     prefix = "p" * 40_000
-    file = LayerFile(encodings.get("int8"), "layers", 0, prefix, ExpertShape(1, 1), 1_000_000)
+    file = LayerHeader(encodings.get("int8"), "layers", 0, prefix, ExpertShape(1, 1), 1_000_000)
     text = b'{"__metadata__":' + json.dumps(file.metadata(), separators=(",", ":")).encode() + b"}"
     text += b" " * (-(8 + len(text)) % PAGE)
     path = tmp_path / "layer.safetensors"
@@ -164,7 +164,7 @@ def test_a_sidecar_is_no_layer_file(tmp_path: Path) -> None:
 
 def test_opening_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of 256 experts takes less than a third of what its parser takes (it was a seventh where it was made)."""
-    file = LayerFile(encodings.get("int8"), "layers", 3, "model.layers.3.mlp.experts", ExpertShape(2048, 512), 256)
+    file = LayerHeader(encodings.get("int8"), "layers", 3, "model.layers.3.mlp.experts", ExpertShape(2048, 512), 256)
     path = write(tmp_path, file)
 
     def least() -> float:

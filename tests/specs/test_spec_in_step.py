@@ -20,7 +20,7 @@ from pagestone.formats.dtypes import ITEM_BITS, VIEWS
 from pagestone.formats.encodings import ConfigFacts
 from pagestone.formats.encodings.fp8 import PARTIAL_BLOCKS, VALUES
 from pagestone.formats.errors import NonFiniteError
-from pagestone.formats.layer_file import LayerFile
+from pagestone.formats.layer_file import LayerHeader
 from pagestone.formats.layout import ExpertShape
 from pagestone.formats.stats import sum_of_squares
 
@@ -97,7 +97,7 @@ def test_element_types():
 @pytest.mark.parametrize("bias", [None, "BF16"])
 def test_metadata_keys(codec, bias):
     rows = table(page("container.md"), "### Metadata")
-    here = LayerFile(encodings.get(codec), "layers", 3, "p", ExpertShape(256, 128, bias), 2)
+    here = LayerHeader(encodings.get(codec), "layers", 3, "p", ExpertShape(256, 128, bias), 2)
     conditional = {"pagestone.bias_dtype"} if bias is None else set()
     stated = {row[0].strip("`"): row[1] for row in rows}
     in_layer = {k for k, where in stated.items() if where in ("yes", "no")} - conditional
@@ -167,7 +167,7 @@ def test_hex_map():
 
 def test_sidecar_tensors():
     rows = table(page("container.md"), "## The row-sum sidecar")
-    here = LayerFile(encodings.get("int8"), "layers", 0, "p", ExpertShape(24, 40), 5)
+    here = LayerHeader(encodings.get("int8"), "layers", 0, "p", ExpertShape(24, 40), 5)
     value = {"E": 5, "2I": 80, "H": 24}
     stated = [
         (name.strip("`"), dtype, tuple(value[d.strip()] for d in dims.strip("[]").split(",")))
