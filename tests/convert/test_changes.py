@@ -159,7 +159,9 @@ def test_side_files_that_come_and_go_while_the_work_rested(source, tmp_path):
     """Each in its own words; what was added can be moved away, and the work is continued."""
     output = tmp_path / "o"
     stop_after(source, output, 0.7)
-    finished = {p.name: p.stat().st_ino for p in (output / PARTIAL).glob("*.safetensors")}
+    lines = (output / PARTIAL / JOURNAL).read_bytes().splitlines()[1:]
+    finished = {n: (output / PARTIAL / n).stat().st_ino for n in (json.loads(line)["name"] for line in lines)}
+    assert any(name.startswith("layers-") for name in finished)
     (source / "NOTICE.txt").write_text("new")
     with pytest.raises(RequestError, match="E0803") as caught:
         run(source, output)
