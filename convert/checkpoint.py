@@ -12,7 +12,7 @@ from typing import Any
 
 from pagestone.convert import directory
 from pagestone.convert.errors import machine_errors
-from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_plain, list_side_files
+from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_document, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS, MANIFEST, RECORDS, TEMPLATES, read_manifest
@@ -218,7 +218,7 @@ def _side_files(root: Place, taken: set[str], container: bool, warnings: list[st
         ours = (MANIFEST, EXPERTS, RECORDS)
         side = tuple(replace(f, rule="of the container, not of the model") if f.name in ours else f for f in side)
     copied = [f.name for f in side if f.rule in COPIED]
-    directory.refuse_unfinished(root, (), copied)
+    directory.refuse_unfinished(root, (), [name for name in copied if not is_document(name)])
     if (root / TEMPLATES).is_dir():
         templates = [n.rpartition("/")[2] for n in copied if n.startswith(f"{TEMPLATES}/")]
         directory.refuse_unfinished(root / TEMPLATES, (), templates)

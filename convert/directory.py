@@ -19,9 +19,10 @@ PART_OF = re.compile(r".*?(\d+)[-_]of[-_](\d+)\.safetensors")
 COUNTED = re.compile(r"(.*[^0-9A-Za-z])?\d{2,}([^0-9A-Za-z].*)?\.safetensors")
 """A name with a number of its own in it may be one part of several."""
 BESIDE = re.compile(
-    r"\.(index(\.\w+)*\.json|(sha(1|224|256|384|512)|md5|b3|b2|crc32)(sum)?|asc|sig|minisig|license|bak|orig|old)"
+    r"\.(index(\.\w+)*\.json|(sha(1|224|256|384|512)|md5|b3|b2|crc32)(sum)?|asc|sig|minisig|license)"
+    r"|~|\.~\d+~|[.~](bak|backup|orig|old|save)(\.?\d+)?~?"
 )
-"""What may follow a shard's whole name in another file's: indexes, digests, signatures, older copies."""
+"""What may follow a shard's whole name in another file's: indexes, digests, signatures, copies (`cp --backup`)."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*")
 HUB_MODEL = re.compile(r"models--.*--.*", re.DOTALL)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -166,6 +167,7 @@ def refuse_unfinished(root: Place, shards: Collection[str], others: Collection[s
     """Raise `DataError` if a file stands beside one of these that says it is not downloaded to its end.
 
     Beside a shard every longer name counts but the ones in `BESIDE`; beside `others` those a downloader is known for.
+    `others` are files that results hang on: of a document that may not be whole, a warning is enough.
     """
     for entry in sorted(p.name for p in root.entries()):
         known = entry not in shards and entry not in others

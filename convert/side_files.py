@@ -79,6 +79,11 @@ def is_plain(name: str) -> bool:
     return plain and len(name.encode()) <= NAME_BYTES
 
 
+def is_document(name: str) -> bool:
+    """Whether a side file is for people alone, so that no loader's result hangs on it."""
+    return name.lower().endswith((".md", ".rst")) or NAMED_TEXT.fullmatch(name.lower()) is not None
+
+
 def folded(name: str) -> str:
     """What two names share that some file systems take for one: case, and composed or decomposed letters."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
@@ -126,7 +131,10 @@ def _rule(path: Place) -> tuple[str | None, str | None]:
     if name.endswith(WEIGHT_SUFFIXES) or ".index." in name:
         return "weights in another format", None
     if name.endswith(UNFINISHED):
-        return "an unfinished download", "an unfinished download; not copied"
+        return (
+            "an unfinished download",
+            "an unfinished download; not copied, and the file it belongs to may not be whole",
+        )
     if name.startswith("."):
         return "a hidden file", None
     if not path.holds():

@@ -91,21 +91,38 @@ def test_an_index_that_names_fewer_parts(tmp_path):
 
 SHARD = "model-00001-of-00002.safetensors"
 HIDDEN = f".{SHARD}.aB3xY9"
-UNFINISHED = [SHARD + s for s in (".aria2", ".part", ".incomplete", ".crdownload", ".tmp", ".download", ".!qB", "~",
-                                  ".Ab12", " (1).crdownload")]  # fmt: skip
+UNFINISHED = [SHARD + s for s in (".aria2", ".part", ".incomplete", ".crdownload", ".tmp", ".download", ".!qB",
+                                  ".part~", ".Ab12", " (1).crdownload")]  # fmt: skip
 OTHERS = ["config.json.part", INDEX + ".aria2", "tokenizer.json.crdownload", "TOKENIZER.JSON.PART",
-          ".tokenizer.json.tmp"]  # fmt: skip
+          ".tokenizer.json.tmp", "tokenizer_config.json.part", "generation_config.json.aria2",
+          "chat_template.jinja.part", "prompt.md.jinja.part"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*UNFINISHED, HIDDEN, *OTHERS])
 def test_unfinished_download_beside_a_file(tmp_path, name):
     """A file as long as it must be may still be half zeros: what its downloader left beside it tells."""
     root = write_checkpoint(tmp_path / "s", TENSORS, {}, shards=2)
+    for side in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "prompt.md.jinja"):
+        (root / side).write_text("{}")
     (root / name).write_bytes(b"notes")
     refused(root, "E0414", name, "let the download end")
 
 
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "Notice.txt", "MODEL_CARD.md", "use_policy.rst"])
+@pytest.mark.parametrize("more", [".part", ".aria2", ".crdownload"])
+def test_unfinished_download_beside_a_document(tmp_path, name, more):
+    """No result hangs on it: it is said, and the document is carried as it is."""
+    root = write_checkpoint(tmp_path / "s", TENSORS, {}, shards=2)
+    (root / name).write_text("whole, or not")
+    (root / (name + more)).write_bytes(b"notes")
+    checkpoint = open_checkpoint(root)
+    assert [w for w in checkpoint.warnings if w.startswith(name + more) and "may not be whole" in w]
+    assert {f.name: f.rule for f in checkpoint.side_files if f.name == name} == {name: None}
+
+
 @pytest.mark.parametrize("name", [SHARD + ".sha256", SHARD + ".md5", SHARD + ".asc", SHARD + ".bak", "._" + SHARD,
+                                  SHARD + "~", SHARD + ".~1~", SHARD + ".~12~", SHARD + ".bak~", SHARD + ".bak2",
+                                  SHARD + ".old.1", SHARD + ".save", SHARD + ".backup", SHARD + "~old",
                                   "readme.md.orig", "tokenizer.json.bak",
                                   "model.safetensors.index.fp8.json"])  # fmt: skip
 def test_what_may_stand_beside_a_file(tmp_path, name):
