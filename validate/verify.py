@@ -87,7 +87,7 @@ def _presence(context: Context) -> Iterator[Finding]:
 
 
 def _tables(context: Context) -> Iterator[Finding]:
-    """Open every layer and its sidecar."""
+    """Open every layer. Sidecars wait for their layer's turn: all of them at once are 90 MiB of a large model."""
     for entry in context.manifest.layers:
         try:
             layer = checks.open_layer(context.root, context.manifest, entry)
@@ -95,10 +95,6 @@ def _tables(context: Context) -> Iterator[Finding]:
             context.complete = False
             yield of_error(error, entry.file)
             continue
-        try:
-            layer = replace(layer, beside=checks.sidecar_arrays(context.root, layer))
-        except (PagestoneError, OSError) as error:
-            yield of_error(error, str(entry.sidecar))
         context.layers.append(layer)
 
 
@@ -140,6 +136,10 @@ def _records(context: Context) -> Iterator[Finding]:
 
 def _layer(context: Context, layer: checks.OpenLayer, recorded: tuple[bytes, ...] | None) -> Iterator[Finding]:
     comparison, name = context.comparison, layer.entry.file
+    try:
+        layer = replace(layer, beside=checks.sidecar_arrays(context.root, layer))
+    except (PagestoneError, OSError) as error:
+        yield of_error(error, str(layer.entry.sidecar))
 
     def against_source(layer: checks.OpenLayer, expert: int, record: Array) -> list[Finding]:
         return [] if comparison is None else comparison.expert(layer, expert, record)
