@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -180,10 +179,16 @@ def _unforeseen(error: BaseException) -> PagestoneError:
 
 
 def _place(error: BaseException) -> str | None:
-    """`convert/plan.py, line 88`: the innermost place in our own code that an error came through."""
-    home = Path(__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(home)]
-    return f"{Path(frames[-1].filename).relative_to(home)}, line {frames[-1].lineno}" if frames else None
+    """`convert/plan.py, line 88`: the innermost place in our own code that an error came through.
+
+    Told by the names of modules: where the files lie depends on how the package was installed.
+    """
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package, dot, module = str(frame.f_globals.get("__name__")).partition(".")
+        if package == __package__ and dot:
+            place = f"{module.replace('.', '/')}.py, line {line}"
+    return place
 
 
 if __name__ == "__main__":
