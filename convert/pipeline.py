@@ -45,8 +45,8 @@ class LayerWriter:
 
     def __init__(self, target: LayerTarget, work: WorkDirectory) -> None:
         self.target, self._work = target, work
-        head = target.file.head()
-        self.layout: LayerLayout = target.file.layout(len(head))
+        head = target.header.head()
+        self.layout: LayerLayout = target.header.layout(len(head))
         self._head = head
         self._file = OutputFile(work.file(target.name), target.nbytes, work.lacks)
         padded = memoryview(page_buffer(len(head)))
@@ -58,7 +58,7 @@ class LayerWriter:
         self._left = self.layout.count
         self._lock = threading.Lock()
         self._beside: dict[tuple[str, str], Array] = {
-            (t.part, t.role): np.zeros(t.shape, VIEWS[t.dtype]) for t in target.file.sidecar_tensors()
+            (t.part, t.role): np.zeros(t.shape, VIEWS[t.dtype]) for t in target.header.sidecar_tensors()
         }
 
     def add(self, expert: int, record: memoryview, encoded: EncodedExpert) -> bool:
@@ -80,7 +80,7 @@ class LayerWriter:
         if target.sidecar is not None:
             writer = StreamWriter(self._work.file(target.sidecar), target.sidecar_bytes, self._work.lacks)
             try:
-                writer.append(target.file.sidecar_head())
+                writer.append(target.header.sidecar_head())
                 for array in self._beside.values():
                     writer.append(array.data)
                 whole = writer.finish().hex()
@@ -134,7 +134,7 @@ def convert(plan: Plan, work: WorkDirectory, workers: int, progress: Progress) -
     shared = _Shared(plan, work, SourceFiles(plan.checkpoint.path), progress)
     tasks = _tasks(shared)
     source_room = max(ExpertReader.needed(t.source) for t in plan.layers)
-    record_room = max(t.file.layout().stride for t in plan.layers)
+    record_room = max(t.header.layout().stride for t in plan.layers)
     try:
         with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
             running = [pool.submit(_worker, shared, tasks, source_room, record_room) for _ in range(workers)]
@@ -177,7 +177,7 @@ def _tasks(shared: _Shared) -> Iterator[Task]:
         with machine_errors(shared.work.file(target.name), "creating a layer file"):
             writer = LayerWriter(target, shared.work)
         shared.writers.append(writer)
-        for expert in range(target.file.count):
+        for expert in range(target.header.count):
             yield partial(_convert_expert, shared, writer, expert)
 
 
@@ -205,7 +205,7 @@ def _convert_expert(shared: _Shared, writer: LayerWriter, expert: int, hands: _H
         if slot.part is None:
             record[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
     try:
-        encoded = encode_expert(target.file.codec, writer.layout.record, matrices, record)
+        encoded = encode_expert(target.header.codec, writer.layout.record, matrices, record)
     except DataError as error:
         raise DataError(f"expert {expert}: {error.message}", code=error.code, tensor=error.tensor, remedy=error.remedy,
                         file=shared.plan.checkpoint.path / str(error.file)) from None  # fmt: skip

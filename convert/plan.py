@@ -82,7 +82,7 @@ class LayerTarget:
     """One layer file (and its sidecar) to be written, and where its experts come from."""
 
     name: str
-    file: LayerHeader
+    header: LayerHeader
     source: LayerSource
     nbytes: int
     sidecar: str | None
@@ -129,7 +129,7 @@ class Plan:
         sizes = {name: len(data) for name, data in self.generated.items()}
         sizes |= {f.name: f.nbytes for f in self.side_files if f.rule is None}
         sizes |= {t.name: t.nbytes for t in self.dense}
-        sizes[RECORDS] = DIGEST_BYTES * sum(t.file.count for t in self.layers)
+        sizes[RECORDS] = DIGEST_BYTES * sum(t.header.count for t in self.layers)
         for target in self.layers:
             sizes[target.name] = target.nbytes
             if target.sidecar is not None:
@@ -145,7 +145,7 @@ class Plan:
     @property
     def bytes_out(self) -> int:
         """Bytes the container will take, experts.parquet and manifest.json estimated."""
-        rows = sum(t.file.count * len(PARTS) for t in self.layers)
+        rows = sum(t.header.count * len(PARTS) for t in self.layers)
         return sum(self.files.values()) + rows * PARQUET_ROW + len(self.files) * 200
 
     @property
@@ -347,18 +347,20 @@ def _expert_rules(
 def _layer_target(
     checkpoint: Checkpoint, codec: Codec, source: LayerSource, width: int, header_limit: int
 ) -> LayerTarget:
-    file = LayerHeader(codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names)
+    header = LayerHeader(
+        codec, source.block, source.layer, source.prefix, source.shape, source.count, source.part_names
+    )
     name = layer_file_name(source.block, source.layer, width)
     try:
-        nbytes = file.layout(len(file.head(header_limit))).file_size
-        sidecar = sidecar_name(name) if file.sidecar_tensors() else None
-        side_bytes = len(file.sidecar_head(header_limit)) if sidecar else 0
-        side_bytes += sum(tensor.nbytes for tensor in file.sidecar_tensors())
+        nbytes = header.layout(len(header.head(header_limit))).file_size
+        sidecar = sidecar_name(name) if header.sidecar_tensors() else None
+        side_bytes = len(header.sidecar_head(header_limit)) if sidecar else 0
+        side_bytes += sum(tensor.nbytes for tensor in header.sidecar_tensors())
     except LayoutError as error:
         raise LayoutError(
             error.message, code=error.code, file=checkpoint.path, tensor=source.prefix, remedy=error.remedy
         ) from None
-    return LayerTarget(name, file, source, nbytes, sidecar, side_bytes)
+    return LayerTarget(name, header, source, nbytes, sidecar, side_bytes)
 
 
 def _dense_head(tensors: tuple[DenseTensor, ...], header_limit: int = MAX_HEADER) -> bytes:
@@ -417,7 +419,7 @@ def _config(
 ) -> bytes:
     """config.json with a truthful quantization_config."""
     dense_shapes = ((t.name, t.dtype, t.shape) for t in dense)
-    facts = config_facts(dense_shapes, (t.source.shape for t in targets), targets[0].file.part_names)
+    facts = config_facts(dense_shapes, (t.source.shape for t in targets), targets[0].header.part_names)
     config = config_with(config, stated_config(codec, facts, loadable), codec.config_keys)
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
@@ -447,11 +449,11 @@ def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) 
         for tensor in shard.tensors:
             yield tensor.name, shard.name, tensor.nbytes
     for target in targets:
-        file = target.file
-        for slot in record_layout(file.codec, file.shape).slots:
+        header = target.header
+        for slot in record_layout(header.codec, header.shape).slots:
             if slot.part is not None:
-                for expert in range(file.count):
-                    yield tensor_name(file.prefix, expert, file.part_names, slot), target.name, slot.nbytes
+                for expert in range(header.count):
+                    yield tensor_name(header.prefix, expert, header.part_names, slot), target.name, slot.nbytes
 
 
 def check_paths(checkpoint: AnyPlace, output: Path) -> None:

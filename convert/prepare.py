@@ -147,7 +147,7 @@ def _convert(
     check_output(output, force=force)
     replace = is_there(output / MANIFEST) or is_there(output / PARTIAL / REPLACED)  # then it was asked for: --force
     missing = [p for p in (output, *output.parents) if not p.exists()]
-    experts = {t.name: t.file.count for t in plan.layers}
+    experts = {t.name: t.header.count for t in plan.layers}
     with open_work(output) as work:
         fresh = not is_there(work.file(JOURNAL))
         try:
@@ -181,13 +181,13 @@ def zero_warnings(plan: Plan, finished: Mapping[str, FinishedFile], dense: set[s
     A download that reserved its space and never came to its end looks like this, and encodes without an error.
     """
     zero = [
-        f"{part} of {target.file.prefix}.{expert}"
+        f"{part} of {target.header.prefix}.{expert}"
         for target in plan.layers
         for expert, stats in enumerate(finished[target.name].stats)
         for part, norm in zip(PARTS, stats[1::2], strict=True)
         if norm == 0
     ]
-    total = sum(t.file.count * len(PARTS) for t in plan.layers)
+    total = sum(t.header.count * len(PARTS) for t in plan.layers)
     if zero:
         yield f"{len(zero)} of {total} expert matrices are all zero, first {zero[0]}: is the source whole?"
     routers = [name for name in dense if name.endswith("." + plan.family.router)]
@@ -285,7 +285,9 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
         lossless=plan.lossless and not any(f.notes.get(REQUANTISED) for f in work.finished.values()),
         partial=plan.partial,
         source=plan.source_facts,
-        layers=tuple(LayerEntry(t.name, t.file.block, t.file.layer, t.file.count, t.sidecar) for t in plan.layers),
+        layers=tuple(
+            LayerEntry(t.name, t.header.block, t.header.layer, t.header.count, t.sidecar) for t in plan.layers
+        ),
         files=files,
         include_code=plan.request.include_code,
         merge_unlisted=plan.request.merge_unlisted,
@@ -300,7 +302,7 @@ def _sha256(path: Path) -> bytes:
 
 def record_roles(plan: Plan) -> tuple[str, ...]:
     """The roles of the plan's encoding that lie in a record."""
-    return plan.layers[0].file.layout(0).record.roles
+    return plan.layers[0].header.layout(0).record.roles
 
 
 def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator[dict[str, list[Any]]]:
@@ -308,14 +310,15 @@ def expert_columns(plan: Plan, finished: Mapping[str, FinishedFile]) -> Iterator
     roles = record_roles(plan)
     for target in plan.layers:
         columns: dict[str, list[Any]] = {name: [] for name, _ in columns_for(roles)}
-        file, layout, done = target.file, target.file.layout(), finished[target.name]
-        for expert in range(file.count):
+        header, layout, done = target.header, target.header.layout(), finished[target.name]
+        for expert in range(header.count):
             for number, part in enumerate(PARTS):
                 codes = layout.record.slot(part, CODES)
-                rows, cols = file.shape.matrix(part)
+                rows, cols = header.shape.matrix(part)
                 row = {
-                    "file": target.name, "block": file.block, "layer": file.layer, "expert": expert, "part": part,
-                    "tensor": tensor_name(file.prefix, expert, file.part_names, codes), "rows": rows, "columns": cols,
+                    "file": target.name, "block": header.block, "layer": header.layer, "expert": expert, "part": part,
+                    "tensor": tensor_name(header.prefix, expert, header.part_names, codes),
+                    "rows": rows, "columns": cols,
                     "record_offset": layout.record_offset(expert), "record_bytes": layout.stride,
                     **places(layout, expert, part),
                     "squared_error": done.stats[expert][2 * number], "squared_norm": done.stats[expert][2 * number + 1],

@@ -29,11 +29,11 @@ def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
         "lossless": plan.lossless,
         "tensors": {"total": len(plan.checkpoint.tensors)} | {fate: counts.get(fate, 0) for fate in FATES},
         "layers": [
-            {"file": t.name, "block": t.file.block, "layer": t.file.layer, "experts": t.file.count,
-             "hidden": t.file.shape.hidden, "intermediate": t.file.shape.intermediate,
+            {"file": t.name, "block": t.header.block, "layer": t.header.layer, "experts": t.header.count,
+             "hidden": t.header.shape.hidden, "intermediate": t.header.shape.intermediate,
              "layout": "fused" if t.source.is_fused else "per-expert", **_orientation(t.source),
              "source_dtypes": list(t.source.dtypes),
-             "stride": t.file.layout().stride}
+             "stride": t.header.layout().stride}
             for t in plan.layers
         ],
         "bytes_in": plan.bytes_in,
@@ -74,9 +74,9 @@ def plan_text(plan: Plan, output: Path) -> str:
         lines.append(f"{fate:<16}{number:>9}{size_text(nbytes):>12}  {rule}: {pattern}")
     totals = Counter(d.fate for d in plan.dispositions)
     lines += ["", "total: " + ", ".join(f"{totals[f]} {f}" for f in FATES if totals[f])]
-    for kind in dict.fromkeys((t.file.block, t.file.count, t.file.layout().stride) for t in plan.layers):
+    for kind in dict.fromkeys((t.header.block, t.header.count, t.header.layout().stride) for t in plan.layers):
         block, experts, stride = kind
-        members = [t for t in plan.layers if (t.file.block, t.file.count, t.file.layout().stride) == kind]
+        members = [t for t in plan.layers if (t.header.block, t.header.count, t.header.layout().stride) == kind]
         lines.append(
             f"{block}: {len(members)} file(s) of {experts} experts, {size_text(stride)} a record, {members[0].name} ..."
         )

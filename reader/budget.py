@@ -48,7 +48,7 @@ def largest_record(container: Container) -> int:
 
 def row_sum_bytes(container: Container) -> int:
     """Bytes of the row sums of the decoder's layers: what native experts hold beside their budget."""
-    return sum(t.nbytes for x in container.layers.values() if x.entry.sidecar for t in x.file.sidecar_tensors())
+    return sum(t.nbytes for x in container.layers.values() if x.entry.sidecar for t in x.header.sidecar_tensors())
 
 
 def default_budget(container: Container, other_bytes: int) -> int:

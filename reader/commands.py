@@ -41,24 +41,24 @@ def describe(container: Container) -> dict[str, Any]:
     errors, zeros = _relative_errors(container)
     layers = []
     for layer in [*container.layers.values(), *container.mtp.values()]:
-        file = layer.file
+        header = layer.header
         layers.append(
             {
                 "file": layer.entry.file,
-                "block": file.block,
-                "layer": file.layer,
+                "block": header.block,
+                "layer": header.layer,
                 "experts": len(layer),
-                "hidden": file.shape.hidden,
-                "intermediate": file.shape.intermediate,
+                "hidden": header.shape.hidden,
+                "intermediate": header.shape.intermediate,
                 "stride": layer.stride,
                 "data_start": layer.layout.data_start,
-                "prefix": file.prefix,
+                "prefix": header.prefix,
                 "sidecar": layer.entry.sidecar,
                 "relative_rms_error": errors.get(layer.entry.file),
                 "zero_matrices": zeros[layer.entry.file],
                 "record": [
                     {
-                        "name": f"{file.part_names[PARTS.index(s.part)]}.{s.suffix}" if s.part else s.suffix,
+                        "name": f"{header.part_names[PARTS.index(s.part)]}.{s.suffix}" if s.part else s.suffix,
                         "dtype": s.dtype,
                         "shape": list(s.shape),
                         "offset": s.offset,

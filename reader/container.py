@@ -259,7 +259,7 @@ class Layer(Closing):
         return self._root / self.entry.file
 
     @property
-    def file(self) -> LayerHeader:
+    def header(self) -> LayerHeader:
         """What the layer's file says of itself: codec, prefix, shape, names."""
         return self._opened[0]
 
@@ -275,9 +275,9 @@ class Layer(Closing):
         if self.entry.sidecar is None:
             return NOTHING
         path = self._root / self.entry.sidecar
-        file = self.file
+        header = self.header
         with MachineErrors(path, "reading"):
-            entries = read_sidecar(path, file)
+            entries = read_sidecar(path, header)
         return sidecar_views(_map(path), entries)
 
     # -- for engines -------------------------------------------------------------------------------------------------
@@ -328,12 +328,14 @@ class Layer(Closing):
     def _matrix(self, record: Array, number: int, part: str, beside: Beside) -> Matrix:
         views = {s.role: _slice(record, s.offset, s.nbytes, s.dtype, s.shape) for s in self.layout.record.of_part(part)}
         bias = views.pop(BIAS, None)
-        return Matrix(self.file.codec, *self.file.shape.matrix(part), views | _views_beside(beside, number, part), bias)
+        return Matrix(
+            self.header.codec, *self.header.shape.matrix(part), views | _views_beside(beside, number, part), bias
+        )
 
     def _gate_up(self, record: Array, number: int, beside: Beside) -> Matrix:
         """gate and up are never separated in a record, so one view covers both."""
-        rows, columns = self.file.shape.matrix("gate")
-        tall = {r.name: r.shape for r in self.file.codec.in_record(TALL * rows, columns)}
+        rows, columns = self.header.shape.matrix("gate")
+        tall = {r.name: r.shape for r in self.header.codec.in_record(TALL * rows, columns)}
         views: dict[str, View] = {}
         gate = {s.role: s for s in self.layout.record.of_part("gate")}
         up = {s.role: s for s in self.layout.record.of_part("up")}
@@ -342,7 +344,7 @@ class Layer(Closing):
                 shape = (first.shape[0] + up[role].shape[0], *first.shape[1:])
                 views[role] = _slice(record, first.offset, 2 * first.nbytes, first.dtype, shape)
         bias = views.pop(BIAS, None)
-        return Matrix(self.file.codec, 2 * rows, columns, views | _views_beside(beside, number, PAIR), bias)
+        return Matrix(self.header.codec, 2 * rows, columns, views | _views_beside(beside, number, PAIR), bias)
 
 
 def _views_beside(beside: Beside, number: int, part: str) -> dict[str, View]:

@@ -145,7 +145,7 @@ def read_sidecars(container: Container, *, verify: bool = True) -> dict[int, Bes
         path = container.path / name
         file = place_of(path, once=True)
         with MachineErrors(path, "reading"), file.storage:
-            entries = read_sidecar(file, layer.file)
+            entries = read_sidecar(file, layer.header)
             data = file.read_bytes()
         listed, computed = container.manifest.files[name].xxh3, digest(data)
         if len(data) != container.manifest.files[name].nbytes or (verify and computed != listed):

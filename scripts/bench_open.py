@@ -72,7 +72,7 @@ elif what == "first expert":
     container.layers[20].expert(3)
 else:
     for layer in container.layers.values():
-        layer.file
+        layer.layout
 print(json.dumps({"cpu": time.process_time() - begun, "wall": time.perf_counter() - clock,
                   "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                   "pyarrow": "pyarrow" in sys.modules}))

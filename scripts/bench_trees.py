@@ -50,8 +50,8 @@ import numpy
 from pagestone import open_container
 container = open_container(sys.argv[1])
 layer = container.layers[0]
-x = (numpy.random.default_rng(1).standard_normal((1, layer.file.shape.hidden)) * 100).astype(numpy.float16)
-inner = x[:, : layer.file.shape.intermediate].copy()
+x = (numpy.random.default_rng(1).standard_normal((1, layer.header.shape.hidden)) * 100).astype(numpy.float16)
+inner = x[:, : layer.header.shape.intermediate].copy()
 experts = [layer.expert(number) for number in range(len(layer))]
 def turn():
     for expert in experts:

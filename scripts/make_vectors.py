@@ -271,7 +271,7 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
 def with_f32_scales(root: Path) -> None:
     """Make the layer one with F32 scales that holds every code, and a block of zeros whose scale is zero."""
     layer = open_container(root).layers[0]
-    file = replace(layer.file, codec=encodings.get("fp8", {"scale_dtype": "F32"}))
+    file = replace(layer.header, codec=encodings.get("fp8", {"scale_dtype": "F32"}))
     layout = file.layout()
     record = bytearray(layout.stride)
     codes = [c for c in range(256) if c & 127 != 127]
@@ -369,8 +369,8 @@ def twin(container: Container, what: str) -> dict[str, Any]:
 
 
 def twin_of_layer(layer: Layer) -> dict[str, Any]:
-    file, record = layer.file, record_layout(layer.file.codec, layer.file.shape)
-    names = dict(zip(PARTS, file.part_names, strict=True))
+    header, record = layer.header, record_layout(layer.header.codec, layer.header.shape)
+    names = dict(zip(PARTS, header.part_names, strict=True))
     experts = []
     for expert in layer:
         values: dict[str, Any] = {"record_xxh3_128": digest(expert.record.tobytes()).hex()}
@@ -390,9 +390,9 @@ def twin_of_layer(layer: Layer) -> dict[str, Any]:
                 values[part]["first_row_sums"] = matrix.row_sums.array[:4].tolist()
         experts.append(values)
     return {
-        "file": layer.entry.file, "block": file.block, "layer": file.layer, "prefix": file.prefix,
-        "experts": len(layer), "hidden": file.shape.hidden, "intermediate": file.shape.intermediate,
-        "bias_dtype": file.shape.bias_dtype, "parts": list(file.part_names),
+        "file": layer.entry.file, "block": header.block, "layer": header.layer, "prefix": header.prefix,
+        "experts": len(layer), "hidden": header.shape.hidden, "intermediate": header.shape.intermediate,
+        "bias_dtype": header.shape.bias_dtype, "parts": list(header.part_names),
         "data_start": layer.layout.data_start, "stride": layer.stride, "sidecar": layer.entry.sidecar,
         "record": [
             {"name": f"{names[s.part]}.{s.suffix}" if s.part else s.suffix, "dtype": s.dtype,

@@ -53,7 +53,7 @@ class OpenLayer:
 
     entry: LayerEntry
     path: Path
-    file: LayerHeader
+    header: LayerHeader
     layout: LayerLayout
     beside: Beside
 
@@ -139,7 +139,7 @@ def sidecar_arrays(root: Path, layer: OpenLayer) -> Beside:
     if layer.entry.sidecar is None:
         return {}
     side, arrays = place_of(root / layer.entry.sidecar, once=True), {}
-    for key, tensor in read_sidecar(side, layer.file).items():
+    for key, tensor in read_sidecar(side, layer.header).items():
         raw = read_exactly(side, tensor.offset, tensor.nbytes)
         arrays[key] = np.frombuffer(raw, VIEWS[tensor.dtype]).reshape(tensor.shape)
     return arrays
@@ -165,12 +165,12 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
             values = record[slot.offset : slot.offset + slot.nbytes].view(VIEWS[slot.dtype])
             bad = ~np.isfinite(to_f32(values, slot.dtype))
             if bad.any():
-                part_name = layer.file.part_names[PARTS.index(slot.part)]
+                part_name = layer.header.part_names[PARTS.index(slot.part)]
                 message = f"expert {expert} {part_name}: a finite bias expected, found NaN or Inf at {np.argmax(bad)}"
                 yield Finding(ERROR, "E1005", name, message, start + slot.offset)
-    for part, part_name in zip(PARTS, layer.file.part_names, strict=True):
+    for part, part_name in zip(PARTS, layer.header.part_names, strict=True):
         arrays = stored_arrays(layer, record, expert, part)
-        for problem in layer.file.codec.problems(arrays, *layer.file.shape.matrix(part)):
+        for problem in layer.header.codec.problems(arrays, *layer.header.shape.matrix(part)):
             offset = start + layer.layout.record.slot(part, CODES).offset
             beside = (part, problem.role) not in layer.layout.record.offsets
             sidecar = f" (in {layer.entry.sidecar})" if beside else ""
@@ -249,11 +249,11 @@ def _shard(path: Path) -> Iterator[Finding]:
 def _homes(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[tuple[str, str, int]]:
     """(name, file, bytes) of every tensor that an index lists."""
     for layer in layers:
-        file = layer.file
-        for expert in range(file.count):
+        header = layer.header
+        for expert in range(header.count):
             for slot in layer.layout.record.slots:
                 if slot.part is not None:
-                    yield tensor_name(file.prefix, expert, file.part_names, slot), layer.entry.file, slot.nbytes
+                    yield tensor_name(header.prefix, expert, header.part_names, slot), layer.entry.file, slot.nbytes
     for shard in dense:
         yield from ((tensor.name, shard, tensor.nbytes) for tensor in entries(root, shard))
 
@@ -302,7 +302,7 @@ def check_config(
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
     tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in entries(root, shard)]
-    facts = config_facts(tensors, (x.file.shape for x in layers), layers[0].file.part_names)
+    facts = config_facts(tensors, (x.header.shape for x in layers), layers[0].header.part_names)
     family = families.of_config(config)
     loadable = manifest.partial is None and (family is None or family.loads_parts)
     if config != config_with(config, stated_config(codec, facts, loadable), codec.config_keys):
@@ -318,7 +318,7 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
     roles = layers[0].layout.record.roles
     try:
-        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.file.count for layer in layers), roles)
+        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.header.count for layer in layers), roles)
     except (PagestoneError, OSError) as error:
         fault = of_error(error, EXPERTS)
         return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
@@ -335,7 +335,7 @@ def _is_zero(layer: OpenLayer, expert: int, part: str) -> bool:
     start = layer.layout.record_offset(expert)
     record = np.frombuffer(read_exactly(layer.path, start, layer.layout.stride), np.uint8)
     arrays = stored_arrays(layer, record, expert, part)
-    return not layer.file.codec.values(arrays, *layer.file.shape.matrix(part)).any()
+    return not layer.header.codec.values(arrays, *layer.header.shape.matrix(part)).any()
 
 
 def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
@@ -350,7 +350,7 @@ def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: li
     family = families.of_config(_config(root) or {})
     if family is None:
         return
-    wanted = {f"{x.file.prefix.removesuffix(family.experts)}{family.router}" for x in layers}
+    wanted = {f"{x.header.prefix.removesuffix(family.experts)}{family.router}" for x in layers}
     found = [
         (entry.name, shard)
         for shard in dense
@@ -364,11 +364,11 @@ def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: li
 
 def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:
     """The rows experts.parquet must have for a layer, without the two sums."""
-    file, layout = layer.file, layer.layout
-    for expert in range(file.count):
+    header, layout = layer.header, layer.layout
+    for expert in range(header.count):
         for part in PARTS:
-            name = tensor_name(file.prefix, expert, file.part_names, layout.record.slot(part, CODES))
-            where = (layer.entry.file, file.block, file.layer, expert, part, name, *file.shape.matrix(part))
+            name = tensor_name(header.prefix, expert, header.part_names, layout.record.slot(part, CODES))
+            where = (layer.entry.file, header.block, header.layer, expert, part, name, *header.shape.matrix(part))
             yield (*where, layout.record_offset(expert), layout.stride, *places(layout, expert, part).values())
 
 

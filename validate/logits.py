@@ -123,7 +123,7 @@ class _Encoder:
     def record(self, layer: Layer, expert: int, into: memoryview) -> None:
         """Encode one expert into `into`."""
         target = self._targets.get(layer.entry.file)
-        if target is None or target.file != layer.file:
+        if target is None or target.header != layer.header:
             raise RequestError(
                 "the source would give a layer of another shape, codec or name",
                 code="E1306",
@@ -131,13 +131,14 @@ class _Encoder:
                 remedy="give the checkpoint that this container was made from",
             )
         matrices, _ = ExpertReader(self._files, ExpertReader.needed(target.source)).read(target.source, expert)
-        made = encode_expert(target.file.codec, layer.layout.record, matrices, into)
+        made = encode_expert(target.header.codec, layer.layout.record, matrices, into)
         made.put_beside({key: view.array for key, view in self._sidecar(layer).items()}, expert)
 
     def _sidecar(self, layer: Layer) -> Beside:
         if layer.entry.layer not in self.beside:
             self.beside[layer.entry.layer] = {
-                (t.part, t.role): View(np.zeros(t.shape, VIEWS[t.dtype]), t.dtype) for t in layer.file.sidecar_tensors()
+                (t.part, t.role): View(np.zeros(t.shape, VIEWS[t.dtype]), t.dtype)
+                for t in layer.header.sidecar_tensors()
             }
         return self.beside[layer.entry.layer]
 

@@ -63,15 +63,15 @@ class Comparison:
         """Compare the headers of a layer file and its sidecar with those the source gives; call before `expert`."""
         name = layer.entry.file
         target = self.targets.get(name)
-        if target is None or target.file != layer.file:
+        if target is None or target.header != layer.header:
             self.unlike.add(name)
             if target is not None:  # `everything_else` reports a file the source does not give
                 message = "the source would give a layer of another shape, codec or name"
                 yield Finding(ERROR, "E1021", name, message)
             return
-        wanted = {name: target.file.head()}
+        wanted = {name: target.header.head()}
         if layer.entry.sidecar is not None:
-            wanted[layer.entry.sidecar] = target.file.sidecar_head()
+            wanted[layer.entry.sidecar] = target.header.sidecar_head()
         for file, head in wanted.items():
             if (root / file).stat().st_size < len(head) or read_exactly(root / file, 0, len(head)) != head:
                 yield Finding(ERROR, "E1027", file, "its header is not what the source gives")
@@ -86,7 +86,7 @@ class Comparison:
             reader = ExpertReader(self.files, self._room(target))
             matrices, _ = reader.read(target.source, expert)
             again = memoryview(bytearray(layer.layout.stride))
-            encoded = encode_expert(layer.file.codec, layer.layout.record, matrices, again)
+            encoded = encode_expert(layer.header.codec, layer.layout.record, matrices, again)
         except PagestoneError as error:
             return [of_error(error, name)]
         self.requantised += encoded.notes[REQUANTISED]
@@ -115,7 +115,7 @@ class Comparison:
         differ = np.flatnonzero(have != want)
         first = int(differ[0])
         slot = next(s for s in layer.layout.record.slots if s.offset <= first < s.offset + s.nbytes)
-        part = "" if slot.part is None else layer.file.part_names[PARTS.index(slot.part)] + "."
+        part = "" if slot.part is None else layer.header.part_names[PARTS.index(slot.part)] + "."
         message = (
             f"expert {expert} {part}{slot.suffix}: {len(differ)} bytes differ from the source's encoding, "
             f"first 0x{int(want[first]):02x} expected, found 0x{int(have[first]):02x}"
@@ -213,6 +213,6 @@ def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None
     targets = {t.name: t for t in plan.layers}
     chosen = None
     if sample is not None:
-        every = [(t.name, e) for t in plan.layers for e in range(t.file.count)]
+        every = [(t.name, e) for t in plan.layers for e in range(t.header.count)]
         chosen = set(random.Random(manifest.container_id).sample(every, min(sample, len(every))))
     return Comparison(plan, SourceFiles(plan.checkpoint.path), targets, chosen)

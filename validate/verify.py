@@ -151,9 +151,9 @@ def _layer(context: Context, layer: checks.OpenLayer, recorded: tuple[bytes, ...
     )
     context.report.count("files")
     context.report.count("layers")
-    context.report.count("experts", layer.file.count)
+    context.report.count("experts", layer.header.count)
     if comparison is not None:
-        compared = sum(comparison.covers(name, e) for e in range(layer.file.count))
+        compared = sum(comparison.covers(name, e) for e in range(layer.header.count))
         context.report.count("experts compared with the source", compared)
 
 

@@ -326,7 +326,7 @@ def _replace_experts(model: Any, container: Container, context: Context) -> tupl
 
 def _check_shape(theirs: Any, layer: Layer, number: int) -> None:
     """Refuse (E1223) a layer that is not the one config.json describes."""
-    shape, dims = layer.file.shape, theirs.gate_up_proj.shape
+    shape, dims = layer.header.shape, theirs.gate_up_proj.shape
     count, rows, columns = (dims[0], dims[2], dims[1]) if inside.is_transposed(theirs) else dims
     stored = (len(layer), 2 * shape.intermediate, shape.hidden)
     if stored != (count, rows, columns) or theirs.num_experts != count:

@@ -65,8 +65,8 @@ def test_one_file_adds_a_family(added, tmp_path, fused):
     assert verify(out, source=source).findings == []
     codec = encodings.get("int8")
     with open_container(out) as container:
-        assert container.layers[1].file.prefix == "model.layers.1.sails.routed"
-        assert container.layers[1].file.part_names == ("open", "wide", "close")
+        assert container.layers[1].header.prefix == "model.layers.1.sails.routed"
+        assert container.layers[1].header.part_names == ("open", "wide", "close")
         for number, layer in container.layers.items():
             for e, part in ((0, "gate"), (1, "up"), (2, "down")):
                 weight = SPEC.matrix(number, part, e)

@@ -104,7 +104,7 @@ def test_plan_knows_every_name(make: Make, tmp_path: Path, name: str) -> None:
     for tensor, fate in fates.items():
         assert fate == (CONVERTED if is_expert(tensor) else COPIED), tensor
     assert UNKNOWN not in fates.values() and plan.warnings == ()
-    assert {(t.file.block, t.file.layer) for t in plan.layers} == set(source.matrices)
+    assert {(t.header.block, t.header.layer) for t in plan.layers} == set(source.matrices)
     assert plan.family is family and family.experts_of(open_checkpoint(source.root).text_config) == 3
     text = open_checkpoint(source.root).text_config
     assert family.dense_layers(text) == set(source.model.dense_layers)
@@ -350,7 +350,7 @@ def test_mtp_as_an_extra_layer(make: Make, tmp_path: Path, name: str) -> None:
     source = make(name, "wide")
     plan = plan_of(source.root)
     assert [t.name for t in plan.layers] == ["layers-01.safetensors", "mtp-00.safetensors"]
-    assert plan.layers[1].file.prefix == "model.layers.2.mlp.experts"
+    assert plan.layers[1].header.prefix == "model.layers.2.mlp.experts"
     tensors = {n: t for n, t in read_tensors(source.root).items() if ".layers.2." not in n}
     without = plan_of(rewritten(source, tmp_path / "s", tensors, num_nextn_predict_layers=1))
     assert len(without.warnings) == 1 and "multi-token-prediction" in without.warnings[0]
@@ -369,7 +369,7 @@ def test_every_family_under_every_prefix(make: Make, tmp_path: Path, name: str, 
                for n, t in read_tensors(source.root).items()}  # fmt: skip
     plan = plan_of(rewritten(source, tmp_path / "s", tensors))
     assert {d.fate for d in plan.dispositions} == {CONVERTED, COPIED}
-    assert {t.file.layer for t in plan.layers if t.file.block == "layers"} == {
+    assert {t.header.layer for t in plan.layers if t.header.block == "layers"} == {
         n for b, n in source.matrices if b != "mtp"
     }
 

@@ -66,7 +66,7 @@ def test_how_a_source_is_sharded_does_not_matter(tmp_path: Path) -> None:
 def test_a_layer_whose_header_is_too_long(tmp_path: Path) -> None:
     """A layer file cannot be split: one byte more than readers take is refused at the plan, naming the layer."""
     root = SPEC.write(tmp_path / "s")
-    (length,) = {len(t.file.head()) - 8 for t in plan_of(root).layers}
+    (length,) = {len(t.header.head()) - 8 for t in plan_of(root).layers}
     assert plan_of(root, header_limit=length).layers
     with pytest.raises(LayoutError, match="E0610") as caught:
         plan_of(root, header_limit=length - 1)

@@ -382,7 +382,7 @@ def test_adding_experts_takes_turns(tiny, tmp_path):
         for thread in threads:
             thread.join()
         assert alone == [True] * 4, "two workers were inside at once"
-        assert writer._left == target.file.count - 4 and writer._notes == {"seen": 4}
+        assert writer._left == target.header.count - 4 and writer._notes == {"seen": 4}
         writer.close()
 
 

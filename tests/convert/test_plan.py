@@ -95,7 +95,7 @@ def test_layers_option(tmp_path, span, kept):
     """--layers converts those layers only; the others are excluded by that rule, and the MTP block with them."""
     root = T_ORDER.having(layers=4).write(tmp_path / "s")
     plan = plan_of(root, layers=span)
-    assert [t.file.layer for t in plan.layers] == kept
+    assert [t.header.layer for t in plan.layers] == kept
     assert plan.partial == (span[0], min(span[1], 4))
     excluded = {d.tensor.name for d in plan.dispositions if d.fate == "excluded"}
     assert len(excluded) == 2 * (5 - len(kept)) and "mtp.layers.0.mlp.experts.down_proj" in excluded
@@ -312,11 +312,11 @@ def test_published_checkpoint_is_accounted_in_seconds(published):
     assert time.process_time() - begun < 15
     assert Counter(d.fate for d in plan.dispositions) == {"converted": 21600, "copied": 613}
     assert len({d.tensor.name for d in plan.dispositions}) == 22213
-    assert [t.file.count for t in plan.layers] == [180] * 40
+    assert [t.header.count for t in plan.layers] == [180] * 40
     assert [t.name for t in plan.layers][:2] == ["layers-00.safetensors", "layers-01.safetensors"]
     assert plan.family.name == "qwen3_5_moe" and plan.source_facts["expert_dtypes"] == ["F16"]
     assert any("multi-token-prediction" in w for w in plan.warnings)
-    assert plan.layers[0].file.prefix == "model.language_model.layers.0.mlp.experts"
+    assert plan.layers[0].header.prefix == "model.language_model.layers.0.mlp.experts"
 
 
 def test_published_checkpoint_dry_run(published, tmp_path):

@@ -117,7 +117,7 @@ def test_sizes_that_differ(tmp_path: Path, what: str) -> None:
 def test_a_config_without_sizes(tmp_path: Path, layout: Spec) -> None:
     """The routers say what is hidden, the layers agree: nothing to say."""
     plan = plan_of(layout, tmp_path / "s", hidden_size=None, moe_intermediate_size=None)
-    assert plan.warnings == () and {t.file.shape.intermediate for t in plan.layers} == {48}
+    assert plan.warnings == () and {t.header.shape.intermediate for t in plan.layers} == {48}
     one = {n: t for n, t in layout.tensors().items() if f"layers.1.{ROUTER}" not in n}
     assert plan_of(layout, tmp_path / "t", one, hidden_size=None).warnings == ()  # as wide as its neighbour
 
@@ -149,7 +149,7 @@ def test_sizes_of_layers(tmp_path: Path, mtp: list[int]) -> None:
     source = write_checkpoint(tmp_path / "s", tensors, config)
     outcome = prepare(source, tmp_path / "o", encodings.get("int8"), workers=2)
     assert outcome.warnings == ()
-    shapes = [t.file.shape.intermediate for t in planned(source, encodings.get("int8")).layers]
+    shapes = [t.header.shape.intermediate for t in planned(source, encodings.get("int8")).layers]
     assert shapes == [48, 40, *mtp]
     assert assert_is_definition(tmp_path / "o", source, "int8") == spec.experts * len(shapes)
     assert not verify(tmp_path / "o", source=source).findings
@@ -160,7 +160,7 @@ def test_a_dense_layers_size_means_nothing(tmp_path: Path) -> None:
     spec = PLAIN.having(layers=3)
     tensors = {n: t for n, t in spec.tensors().items() if "layers.1.mlp." not in n}
     plan = plan_of(spec, tmp_path / "s", tensors, mlp_only_layers=[1], moe_intermediate_size=[48, 0, 48])
-    assert [t.file.layer for t in plan.layers] == [0, 2] and plan.warnings == ()
+    assert [t.header.layer for t in plan.layers] == [0, 2] and plan.warnings == ()
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "moe_intermediate_size"])
@@ -221,7 +221,7 @@ def test_mtp_blocks_as_announced(tmp_path: Path) -> None:
     for number, (layers, announced) in enumerate([(2, 1), (3, 2), (3, 3), (3, None)]):
         spec = PLAIN.having(layers=layers)
         plan = plan_of(spec, tmp_path / str(number), **EXTRA | {"num_nextn_predict_layers": announced})
-        blocks = [(t.file.block, t.file.layer) for t in plan.layers]
+        blocks = [(t.header.block, t.header.layer) for t in plan.layers]
         assert blocks == [("layers", 0), *(("mtp", n) for n in range(layers - 1))]
 
 
@@ -229,5 +229,5 @@ def test_the_kit_transposes(tmp_path: Path) -> None:
     """What `transposed` makes is a checkpoint that converts, if the config says so: nothing but sizes is wrong."""
     plan = plan_of(PLAIN, tmp_path / "s", reshaped(transposed(PLAIN.tensors()), ROUTER, 12, 48),
                    hidden_size=48, moe_intermediate_size=32)  # fmt: skip
-    assert {(t.file.shape.hidden, t.file.shape.intermediate) for t in plan.layers} == {(48, 32)}
+    assert {(t.header.shape.hidden, t.header.shape.intermediate) for t in plan.layers} == {(48, 32)}
     assert len(PARTS) == 3

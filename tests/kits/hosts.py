@@ -53,7 +53,7 @@ class SumModel:
 
     @property
     def hidden(self) -> int:
-        return next(iter(self.container.layers.values())).file.shape.hidden
+        return next(iter(self.container.layers.values())).header.shape.hidden
 
     def _layer(self, number: int, ids: Sequence[int], rows: np.ndarray) -> np.ndarray:
         """[n, hidden]: every row and what its two experts make of it, row by row, so that no sum depends on n."""

@@ -49,7 +49,7 @@ def converted(tiny, tmp_path_factory) -> dict[str, Path]:
 
 def roles_of(container) -> tuple[str, ...]:
     """What its codec stores of a matrix."""
-    return tuple(t.name for t in container.layers[0].file.codec.in_record(128, 256))
+    return tuple(t.name for t in container.layers[0].header.codec.in_record(128, 256))
 
 
 @pytest.fixture(params=sorted(encodings.registry()))

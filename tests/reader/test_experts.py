@@ -142,7 +142,7 @@ def container(workshop: Workshop, request: pytest.FixtureRequest) -> Container:
 def routed(one: One, tokens: int, dtype: Any, k: int = 3) -> tuple[Any, Any, Any]:
     """Tokens, the experts they go to, and weights."""
     source = torch.Generator().manual_seed(tokens)
-    hidden = torch.randn(tokens, one.layer.file.shape.hidden, generator=source).to(dtype)
+    hidden = torch.randn(tokens, one.layer.header.shape.hidden, generator=source).to(dtype)
     scores = torch.rand(tokens, len(one.layer), generator=source)
     weights, ids = scores.topk(k)
     return hidden, ids, (weights / weights.sum(-1, keepdim=True)).to(dtype)
@@ -230,7 +230,7 @@ def test_a_prompt_multiplies_each_expert_once(container: Container, monkeypatch:
     one = One(container, 0)
     hidden, ids, weights = routed(one, 30, torch.bfloat16)
     one(hidden, ids, weights)
-    shape = one.layer.file.shape
+    shape = one.layer.header.shape
     used = torch.bincount(ids.flatten()).tolist()
     wanted = [(rows, n) for n in used if n for rows in (2 * shape.intermediate, shape.hidden)]
     assert asked == wanted

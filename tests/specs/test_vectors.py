@@ -72,7 +72,7 @@ def test_our_reader_finds_what_the_twin_says(name):
     layers = [*container.layers.values(), *container.mtp.values()]
     assert [x.entry.file for x in layers] == [x["file"] for x in twin["layers"]]
     for layer, wanted in zip(layers, twin["layers"], strict=True):
-        found = (layer.layout.data_start, layer.stride, len(layer), layer.file.prefix)
+        found = (layer.layout.data_start, layer.stride, len(layer), layer.header.prefix)
         assert found == (wanted["data_start"], wanted["stride"], wanted["experts"], wanted["prefix"])
         assert [(s.dtype, list(s.shape), s.offset, s.nbytes) for s in layer.layout.record.slots] == [
             (s["dtype"], s["shape"], s["offset"], s["bytes"]) for s in wanted["record"]
@@ -138,7 +138,7 @@ def test_plain_safetensors_reads_every_file(name):
             assert len(file.keys()) == len(slots) * len(layer)
             for expert in layer:
                 for slot in slots:
-                    tensor = tensor_name(layer.file.prefix, expert.number, layer.file.part_names, slot)
+                    tensor = tensor_name(layer.header.prefix, expert.number, layer.header.part_names, slot)
                     assert file.get_slice(tensor).get_shape() == list(slot.shape)
                     if slot.dtype not in ("BF16", "F8_E4M3"):  # NumPy has neither
                         raw = expert.record[slot.offset : slot.offset + slot.nbytes]

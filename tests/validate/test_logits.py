@@ -305,7 +305,7 @@ def test_the_trace_covers_what_goes_into_a_layer(workshop: Workshop, what: str) 
     model = host.load(container, MappedStore(container))
     experts = next(m for m in model.model.modules() if hasattr(m, "context"))
     given = {
-        "input": torch.linspace(-1, 1, 2 * container.layers[0].file.shape.hidden).reshape(2, -1).to(model.dtype),
+        "input": torch.linspace(-1, 1, 2 * container.layers[0].header.shape.hidden).reshape(2, -1).to(model.dtype),
         "ids": torch.tensor([[0, 1], [2, 3]]),
         "weights": torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=model.dtype),
     }
@@ -426,7 +426,7 @@ def row_sum(root: Path, layer: int, expert: int) -> tuple[Path, int]:
     found = open_container(root).layers[layer]
     assert found.entry.sidecar is not None
     path = root / found.entry.sidecar
-    entry = read_sidecar(path, found.file)["down", "row_sums"]
+    entry = read_sidecar(path, found.header)["down", "row_sums"]
     return path, entry.offset + expert * entry.nbytes // len(found) + 2
 
 

@@ -304,7 +304,7 @@ def code_plus_one(root: Path) -> None:
 
 def twice(root: Path) -> None:
     """A dense tensor under the name of an expert's."""
-    names = open_container(root).layers[0].file.prefix
+    names = open_container(root).layers[0].header.prefix
     make.header(DENSE, lambda t: t.update({f"{names}.0.gate_proj.weight": t.pop("mtp.norm.weight")}))(root)
 
 
