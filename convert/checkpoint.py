@@ -15,7 +15,7 @@ from pagestone.convert.errors import machine_errors
 from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_document, is_plain, list_side_files
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.manifest import EXPERTS, MANIFEST, RECORDS, TEMPLATES, read_manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, TEMPLATES, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, parse_header, read_text
 from pagestone.formats.storage import AnyPlace, Kind, Place, Stamp, place_of
 from pagestone.formats.strict_json import MAX_NODES, Config, load_object
@@ -215,7 +215,7 @@ def _side_files(root: Place, taken: set[str], container: bool, warnings: list[st
     """The side files beside the files `taken`; none that would be copied is half a download."""
     side = tuple(list_side_files(root, taken, warnings))
     if container:
-        ours = (MANIFEST, EXPERTS, RECORDS)
+        ours = (MANIFEST, EXPERTS_TABLE, RECORDS)
         side = tuple(replace(f, rule="of the container, not of the model") if f.name in ours else f for f in side)
     copied = [f.name for f in side if f.rule in COPIED]
     directory.refuse_unfinished(root, (), [name for name in copied if not is_document(name)])
@@ -303,7 +303,7 @@ def _is_bf16_container(root: Place) -> bool:
 
     Raises `RequestError` for a container of another codec: its codes must not be encoded again.
     """
-    if not ((root / MANIFEST).is_file() and (root / EXPERTS).is_file()):
+    if not ((root / MANIFEST).is_file() and (root / EXPERTS_TABLE).is_file()):
         return False
     with machine_errors(root / MANIFEST, READING):
         codec = read_manifest(root / MANIFEST).codec

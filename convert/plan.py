@@ -29,7 +29,7 @@ from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import LayoutError, RequestError
 from pagestone.formats.layer_file import LayerHeader, layer_file_name, sidecar_name
 from pagestone.formats.layout import PAGE, PARTS, record_layout, tensor_name
-from pagestone.formats.manifest import DIGEST_BYTES, EXPERTS, MANIFEST, RECORDS
+from pagestone.formats.manifest import DIGEST_BYTES, EXPERTS_TABLE, MANIFEST, RECORDS
 from pagestone.formats.safetensors_header import MAX_HEADER, build_header
 from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
@@ -38,7 +38,7 @@ from pagestone.formats.text import natural
 DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
 OUR_NAMES = re.compile(
-    rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS)}|{re.escape(RECORDS)}|"
+    rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS_TABLE)}|{re.escape(RECORDS)}|"
     r"(layers|mtp)-\d+(\.rowsum)?\.safetensors|dense-\d+-of-\d+\.safetensors"
 )
 EXPERT_LIKE = re.compile(r".*(expert|[._](moe|(in|out)put_linear)[._]).*")

@@ -39,7 +39,7 @@ from pagestone.formats.digests import digest
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layout import CODES, PARTS, tensor_name
 from pagestone.formats.manifest import (
-    EXPERTS,
+    EXPERTS_TABLE,
     MANIFEST,
     PARTIAL,
     RECORDS,
@@ -215,7 +215,7 @@ def _differences(old: Manifest, plan: Plan) -> list[str]:
     }
     differing = [name for name, (have, want) in pairs.items() if have != want]
     if not differing:
-        have = {name: f.nbytes for name, f in old.files.items() if name != EXPERTS}
+        have = {name: f.nbytes for name, f in old.files.items() if name != EXPERTS_TABLE}
         differing = [f"file {name}" for name, size in sorted(have.items() ^ plan.files.items())][:1]
     return differing or [f"file {n}" for n, known in small_digests(plan).items() if known != old.files[n].xxh3][:1]
 
@@ -263,7 +263,7 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
 
     `sha256` reads every file back: workers write records in any order, and SHA-256 has no order but one.
     """
-    raw = work.file(EXPERTS)
+    raw = work.file(EXPERTS_TABLE)
     raw.unlink(missing_ok=True)
     with named(raw):
         write_experts(raw, expert_columns(plan, work.finished), record_roles(plan))
@@ -275,7 +275,7 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
     digests = b"".join(bytes.fromhex(r) for t in plan.layers for r in work.finished[t.name].records)
     write_durably(work.file(RECORDS), digests, work.lacks)
     files[RECORDS] = FileDigest(len(digests), digest(digests))
-    files[EXPERTS] = FileDigest(raw.stat().st_size, file_digest(raw, 0))
+    files[EXPERTS_TABLE] = FileDigest(raw.stat().st_size, file_digest(raw, 0))
     sync_directory(work.path, work.lacks)
     if sha256:
         files = {name: replace(known, sha256=_sha256(work.file(name))) for name, known in files.items()}

@@ -41,7 +41,7 @@ from pagestone.convert.machine import (
 )
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import (
-    EXPERTS,
+    EXPERTS_TABLE,
     LAYER_NAME,
     MANIFEST,
     PARTIAL,
@@ -455,4 +455,4 @@ def was_container(output: Path) -> bool:
     try:
         return published(output) is not None
     except DataError:
-        return any(p.name == EXPERTS or LAYER_NAME.fullmatch(p.name) for p in output.iterdir())
+        return any(p.name == EXPERTS_TABLE or LAYER_NAME.fullmatch(p.name) for p in output.iterdir())

@@ -20,13 +20,13 @@ from pagestone.formats.storage import AnyPlace, Place, place_of
 from pagestone.formats.strict_json import MAX_NODES, brief
 
 MANIFEST = "manifest.json"
-EXPERTS = "experts.parquet"
+EXPERTS_TABLE = "experts.parquet"
 RECORDS = "records.xxh3"
 """The digest of every record, 16 bytes each: layers in the manifest's order, experts in order."""
 DIGEST_BYTES = 16
 PARTIAL = ".pagestone-partial"
 """The subfolder of an output in which a conversion works; private to the converter."""
-NOT_IN_ID = (MANIFEST, EXPERTS)
+NOT_IN_ID = (MANIFEST, EXPERTS_TABLE)
 TEMPLATES, TEMPLATE_SUFFIX = "additional_chat_templates", ".jinja"
 """The one subfolder a container may have files in, and how their names end: chat templates beside the usual one."""
 

@@ -16,7 +16,7 @@ import typer
 
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
-from pagestone.formats.manifest import EXPERTS, read_experts
+from pagestone.formats.manifest import EXPERTS_TABLE, read_experts
 from pagestone.formats.text import shown, shown_lines
 from pagestone.reader import inputs
 from pagestone.reader.budget import parse_size
@@ -81,8 +81,8 @@ def _relative_errors(container: Container) -> tuple[dict[str, float], Counter[st
 
     Sums that cannot be such (negative, not finite) give no error, and neither does a layer of zeros alone.
     """
-    with MachineErrors(container.path / EXPERTS, "reading"):
-        columns = read_experts(container.path / EXPERTS, container.manifest.matrices)
+    with MachineErrors(container.path / EXPERTS_TABLE, "reading"):
+        columns = read_experts(container.path / EXPERTS_TABLE, container.manifest.matrices)
     sums: dict[str, list[float]] = {}
     zeros: Counter[str] = Counter()
     for file, error, norm in zip(columns["file"], columns["squared_error"], columns["squared_norm"], strict=True):

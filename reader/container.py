@@ -31,7 +31,7 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, PAIR, LayerHeader, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PARTS, LayerLayout, Slot
 from pagestone.formats.manifest import (
-    EXPERTS,
+    EXPERTS_TABLE,
     MANIFEST,
     RECORDS,
     TEMPLATES,
@@ -474,7 +474,7 @@ def open_to_run(path: str | os.PathLike[str]) -> Container:
                 remedy="move it away; a changed config or template is converted again with the checkpoint",
             )
     for name, entry in container.manifest.files.items():
-        if name in (EXPERTS, RECORDS) or name.endswith(".safetensors"):
+        if name in (EXPERTS_TABLE, RECORDS) or name.endswith(".safetensors"):
             continue
         file, hasher = container.path / name, Hasher()
         with MachineErrors(file, "reading"):

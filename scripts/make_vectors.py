@@ -28,7 +28,7 @@ from pagestone.formats import encodings
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, f32_to_bf16, to_f32
 from pagestone.formats.layout import PARTS, record_layout
-from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, RECORDS, read_experts, write_experts
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, NOT_IN_ID, RECORDS, read_experts, write_experts
 from pagestone.formats.safetensors_header import build_header
 from pagestone.reader.container import Container, Layer, open_container
 
@@ -290,13 +290,13 @@ def with_f32_scales(root: Path) -> None:
     index = json.loads((root / INDEX).read_bytes())
     index["metadata"]["total_size"] += sum(s.nbytes // 2 for s in layout.record.slots if s.role == "scales")
     (root / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    columns = read_experts(root / EXPERTS)
+    columns = read_experts(root / EXPERTS_TABLE)
     for row, part in enumerate(columns["part"]):
         slot = layout.record.slot(part, "scales")
         columns["scales_offset"][row] = layout.record_offset(0) + slot.offset
         columns["scales_bytes"][row] = slot.nbytes
         columns["squared_error"][row] = columns["squared_norm"][row] = 0.0
-    write_experts(root / EXPERTS, [columns], layout.record.roles)
+    write_experts(root / EXPERTS_TABLE, [columns], layout.record.roles)
     edit_manifest(root, lambda t: t.update(codec={"name": "fp8", "parameters": file.codec.parameters}, lossless=True))
 
 
@@ -324,9 +324,9 @@ def seal(root: Path, committed: Path | None = None, *, keep_records: bool = Fals
     parts = {e["file"]: records_of(root / e["file"], e["experts"]) for e in table["layers"]}
     if not keep_records:
         (root / RECORDS).write_bytes(b"".join(digest(r) for _, records in parts.values() for r in records))
-    kept = None if committed is None else committed / EXPERTS
-    if kept is not None and kept.is_file() and read_experts(kept) == read_experts(root / EXPERTS):
-        shutil.copyfile(kept, root / EXPERTS)
+    kept = None if committed is None else committed / EXPERTS_TABLE
+    if kept is not None and kept.is_file() and read_experts(kept) == read_experts(root / EXPERTS_TABLE):
+        shutil.copyfile(kept, root / EXPERTS_TABLE)
     for name in table["files"]:
         if (root / name).is_file():
             raw = (root / name).read_bytes()
@@ -555,9 +555,11 @@ def columns(edit: Callable[[dict[str, list[Any]]], object]) -> Callable[[Path], 
     """Change the table of experts.parquet."""
 
     def change(root: Path) -> None:
-        table = read_experts(root / EXPERTS)
+        table = read_experts(root / EXPERTS_TABLE)
         edit(table)
-        write_experts(root / EXPERTS, [table], [n.removesuffix("_bytes") for n in table if n.endswith("_bytes")][1:])
+        write_experts(
+            root / EXPERTS_TABLE, [table], [n.removesuffix("_bytes") for n in table if n.endswith("_bytes")][1:]
+        )
 
     return change
 
@@ -641,7 +643,7 @@ REJECT: dict[str, Rejected] = {
     "file-flipped": Rejected(S, "a bit of a side file", flip("README.md", 3), None, ("E1001",), sealed=False),
     "dense-flipped": Rejected(S, "a bit of a dense tensor", flip("dense-00001-of-00001.safetensors", -1), None,
                               ("E1001",), sealed=False),
-    "parquet-flipped": Rejected(S, "a bit of the footer of experts.parquet", flip(EXPERTS, -20), None,
+    "parquet-flipped": Rejected(S, "a bit of the footer of experts.parquet", flip(EXPERTS_TABLE, -20), None,
                                 ("E0311", "E1001"), sealed=False),
     "records-missing": Rejected(S, "no digests of records", lambda root: (root / RECORDS).unlink(), "E0332",
                                 ("E0332",), sealed=False),

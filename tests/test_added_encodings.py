@@ -21,7 +21,7 @@ from pagestone.convert.report import plan_text
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32, f32_to_bf16
 from pagestone.formats.errors import NonFiniteError, PagestoneError, RequestError
-from pagestone.formats.manifest import COLUMNS, EXPERTS, read_experts
+from pagestone.formats.manifest import COLUMNS, EXPERTS_TABLE, read_experts
 from pagestone.formats.safetensors_header import read_header
 from pagestone.reader import commands as reading
 from pagestone.reader.container import open_container
@@ -83,7 +83,7 @@ def test_its_views_values_and_products(written, tmp_path):
     """The reader's matrices hold every role, each where the layout, the metadata and experts.parquet say it lies."""
     source, out, codec = SPEC.write(tmp_path / "s"), tmp_path / "o", TwoLevel()
     prepare(source, out, codec, workers=1)
-    rows = read_experts(out / EXPERTS, 18)
+    rows = read_experts(out / EXPERTS_TABLE, 18)
     of_roles = [f"{role}_{what}" for role in ("codes", "scales", "superscales") for what in ("offset", "bytes")]
     assert [name for name in rows if name not in dict(COLUMNS)] == of_roles
     x = f32_to_bf16(np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32))

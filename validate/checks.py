@@ -25,7 +25,7 @@ from pagestone.formats.errors import DataError, PagestoneError
 from pagestone.formats.layer_file import Beside, LayerHeader, beside_of, read_layer_file, read_sidecar
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, tensor_name
 from pagestone.formats.manifest import (
-    EXPERTS,
+    EXPERTS_TABLE,
     MANIFEST,
     RECORDS,
     SUMS,
@@ -81,7 +81,7 @@ def check_presence(root: Path, manifest: Manifest) -> Iterator[Finding]:
     """Every file listed is there with its length; anything else in the directory is a warning."""
     for name, known in manifest.files.items():
         yield from guarded(_presence(root, name, known.nbytes), name)
-    for needed in (CONFIG, INDEX, EXPERTS):
+    for needed in (CONFIG, INDEX, EXPERTS_TABLE):
         if needed not in manifest.files:
             yield Finding(ERROR, "E1003", MANIFEST, f"{needed} expected among the files, found none")
     entries = {p.name for p in root.iterdir()} - {MANIFEST}
@@ -318,15 +318,15 @@ def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, 
     """experts.parquet has a row for every matrix, in order, that says where it really lies."""
     roles = layers[0].layout.record.roles
     try:
-        columns = read_experts(root / EXPERTS, len(PARTS) * sum(layer.header.count for layer in layers), roles)
+        columns = read_experts(root / EXPERTS_TABLE, len(PARTS) * sum(layer.header.count for layer in layers), roles)
     except (PagestoneError, OSError) as error:
-        fault = of_error(error, EXPERTS)
+        fault = of_error(error, EXPERTS_TABLE)
         return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
     found = zip(*(columns[name] for name, _ in columns_for(roles)[: -len(SUMS)]), strict=True)
     wanted = (row for layer in layers for row in _rows(layer))
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if have != want:
-            return None, [Finding(ERROR, "E1015", EXPERTS, f"row {number}: {want} expected, found {have}")]
+            return None, [Finding(ERROR, "E1015", EXPERTS_TABLE, f"row {number}: {want} expected, found {have}")]
     return {name: columns[name] for name in KEPT}, []
 
 
@@ -346,7 +346,7 @@ def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: li
     zero = [name for file, expert, part, name, norm in rows if norm == 0 and _is_zero(by_file[file], expert, part)]
     if zero:
         total = len(columns["tensor"])
-        yield Finding(WARNING, "W0620", EXPERTS, f"{len(zero)} of {total} matrices are all zero, first {zero[0]}")
+        yield Finding(WARNING, "W0620", EXPERTS_TABLE, f"{len(zero)} of {total} matrices are all zero, first {zero[0]}")
     family = families.of_config(_config(root) or {})
     if family is None:
         return

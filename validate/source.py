@@ -18,7 +18,7 @@ from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
-from pagestone.formats.manifest import EXPERTS, MANIFEST, Manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, Manifest
 from pagestone.formats.storage import PIECE, AnyPlace, Place, place_of
 from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
@@ -105,7 +105,7 @@ class Comparison:
                 message = (
                     f"{name} expert {expert} {part}: squared error and norm {again_stats} expected, found {recorded}"
                 )
-                findings.append(Finding(ERROR, "E1024", EXPERTS, message))
+                findings.append(Finding(ERROR, "E1024", EXPERTS_TABLE, message))
         return findings
 
     @staticmethod
@@ -128,7 +128,7 @@ class Comparison:
         wanted = self.plan.files
         for name in sorted(wanted.keys() - manifest.files.keys()):
             yield Finding(ERROR, "E1025", name, "the source gives this file, the container lacks it")
-        for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS}):
+        for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS_TABLE}):
             yield Finding(ERROR, "E1026", name, "the source gives no such file")
         for name, data in self.plan.generated.items():
             yield from guarded(self._generated(place_of(root / name), data), name)

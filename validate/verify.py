@@ -11,7 +11,7 @@ from pagestone.formats.dtypes import Array
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import sidecar_name
-from pagestone.formats.manifest import EXPERTS, MANIFEST, RECORDS, Manifest, no_container, read_manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, Manifest, no_container, read_manifest
 from pagestone.formats.storage import AnyPlace
 from pagestone.validate import checks
 from pagestone.validate.dense import check_dense_tensors
@@ -99,7 +99,7 @@ def _tables(context: Context) -> Iterator[Finding]:
 
 
 def _experts(context: Context) -> Iterator[Finding]:
-    if context.complete and (context.root / EXPERTS).is_file():
+    if context.complete and (context.root / EXPERTS_TABLE).is_file():
         context.columns, findings = checks.check_experts(context.root, context.layers)
         yield from findings
     if context.columns is not None and context.comparison is not None:

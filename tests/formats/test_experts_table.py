@@ -17,7 +17,7 @@ import pytest
 
 from pagestone.formats import manifest, parquet_pages
 from pagestone.formats.errors import DataError, MachineError, PagestoneError
-from pagestone.formats.manifest import EXPERTS, RECORDS, columns_for, read_experts, write_experts
+from pagestone.formats.manifest import EXPERTS_TABLE, RECORDS, columns_for, read_experts, write_experts
 from pagestone.reader.commands import describe
 from pagestone.reader.container import open_container
 from pagestone.reader.store import RecordDigests
@@ -87,8 +87,10 @@ def test_whoever_reads_says_how_many_rows(tmp_path):
     """The manifest knows it, and all who read a container's table ask it."""
     container = open_container(shutil.copytree(VECTORS / "int8-odd", tmp_path / "c"))
     assert container.manifest.matrices == 18
-    found = read_experts(container.path / EXPERTS, 18)
-    write_experts(container.path / EXPERTS, [found, {name: values[:3] for name, values in found.items()}], ROLES[:2])
+    found = read_experts(container.path / EXPERTS_TABLE, 18)
+    write_experts(
+        container.path / EXPERTS_TABLE, [found, {name: values[:3] for name, values in found.items()}], ROLES[:2]
+    )
     with pytest.raises(DataError, match=r"18 rows expected, found 21 \(E0313\)"):
         describe(container)
     assert [f.code for f in verify(container.path).findings if "rows" in f.message] == ["E1014"]
@@ -116,7 +118,7 @@ def test_every_stored_tensor_has_its_place(codec):
     """In the vectors: the bytes at each place are those that the reader gives out, affine biases too."""
     name = {"bf16": "bf16-small", "fp8": "fp8-edge", "int8": "int8-odd", "q3": "q3-small", "q4": "q4-groups"}[codec]
     container = open_container(VECTORS / name)
-    found, roles = read_experts(container.path / EXPERTS), set()
+    found, roles = read_experts(container.path / EXPERTS_TABLE), set()
     layers = {layer.entry.file: layer for layer in (*container.layers.values(), *container.mtp.values())}
     for row, file in enumerate(found["file"]):
         layer = layers[file]
@@ -149,11 +151,11 @@ def test_a_text_that_is_none(tmp_path):
 def test_a_sector_that_cannot_be_read(tmp_path):
     """The machine's fault, not the table's: exit 3, and not "convert again"."""
     container = open_container(shutil.copytree(VECTORS / "int8-odd", tmp_path / "c"))
-    for name in (EXPERTS, RECORDS):
+    for name in (EXPERTS_TABLE, RECORDS):
         (container.path / name).unlink()
         (container.path / name).symlink_to("/proc/self/mem")  # reads of its first page fail with EIO
     with pytest.raises(OSError, match="Input/output"):
-        read_experts(container.path / EXPERTS, 18)
+        read_experts(container.path / EXPERTS_TABLE, 18)
     for reading, name in ((RecordDigests, r"records\.xxh3"), (describe, r"experts\.parquet")):
         with pytest.raises(MachineError, match=name + r": .*Input/output error \(E1203\)") as caught:
             reading(container)

@@ -44,7 +44,7 @@ from pagestone.formats.encodings.int8 import Int8Source
 from pagestone.formats.encodings.scaled import SCALE_DTYPES
 from pagestone.formats.errors import NonFiniteError, PagestoneError
 from pagestone.formats.layer_file import SPEC_VERSION, read_layer_file
-from pagestone.formats.manifest import EXPERTS, MANIFEST, NOT_IN_ID, RECORDS, read_experts, read_manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, NOT_IN_ID, RECORDS, read_experts, read_manifest
 from pagestone.formats.safetensors_header import read_header
 from pagestone.reader.configs import read_config
 from pagestone.reader.container import open_container
@@ -450,7 +450,7 @@ def _digests(bench: Bench, random: Random) -> None:
 @_case
 def _parquet(bench: Bench, random: Random) -> None:
     root = bench.container(pick(random, CODECS))
-    path = root / EXPERTS
+    path = root / EXPERTS_TABLE
     changed = mutate.damaged(random, path.read_bytes()) if random.randrange(2) else _table(random, path)
     with _holding(path, changed), _vouched(root, path.name):
         judged(lambda: read_experts(path))

@@ -178,7 +178,7 @@ def test_sidecar_tensors():
 
 def test_file_names():
     stated = set(names(table(page("container.md"), "## The directory")))
-    assert {manifest.MANIFEST, manifest.EXPERTS, manifest.RECORDS, CONFIG, INDEX} <= stated
+    assert {manifest.MANIFEST, manifest.EXPERTS_TABLE, manifest.RECORDS, CONFIG, INDEX} <= stated
     for block in layer_file.BLOCKS:
         name = layer_file.layer_file_name(block, 7)
         assert name == f"{block}-07.safetensors" and f"{block}-NN.safetensors" in stated
