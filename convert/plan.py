@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,9 @@ PARQUET_ROW = 200
 """Bytes: a generous estimate of one row of experts.parquet, for the disk space check only."""
 
 CONVERTED, COPIED, UNKNOWN, DECODED, EXCLUDED = "converted", "copied", "copied unknown", "decoded", "excluded"
-ACTIVATION_RULE = (EXCLUDED, "activation scale: containers are weight-only", None)
+Rule = tuple[str, str, str | None]
+"""Fate, why, and the file of the container: see `Disposition`. Of thousands of tensors that are alike one is kept."""
+ACTIVATION_RULE: Rule = (EXCLUDED, "activation scale: containers are weight-only", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +117,32 @@ class Plan:
     family: Family
     codec: Codec
     partial: tuple[int, int] | None
-    dispositions: tuple[Disposition, ...]
+    rules: Mapping[str, Rule]
+    """What becomes of every source tensor, by name; see `dispositions`."""
     layers: tuple[LayerTarget, ...]
     dense: tuple[DenseTarget, ...]
     side_files: tuple[SideFile, ...]
-    generated: dict[str, bytes]
-    """Small files made here: config.json and the index."""
+    config: bytes
+    """The text of config.json."""
+    index_bytes: int
+    """Length of the index."""
     warnings: tuple[str, ...]
+
+    @property
+    def generated(self) -> dict[str, bytes]:
+        """Small files made here: config.json and the index, which is megabytes and not kept."""
+        return {CONFIG: self.config, INDEX: b"".join(_index(self.layers, self.dense))}
+
+    @property
+    def dispositions(self) -> tuple[Disposition, ...]:
+        """What becomes of every source tensor, in natural order of names."""
+        tensors = self.checkpoint.tensors
+        return tuple(Disposition(tensors[name], *self.rules[name]) for name in sorted(tensors, key=natural))
 
     @property
     def files(self) -> dict[str, int]:
         """Length in bytes of every file of the container but manifest.json and experts.parquet."""
-        sizes = {name: len(data) for name, data in self.generated.items()}
+        sizes = {CONFIG: len(self.config), INDEX: self.index_bytes}
         sizes |= {f.name: f.nbytes for f in self.side_files if f.rule is None}
         sizes |= {t.name: t.nbytes for t in self.dense}
         sizes[RECORDS] = DIGEST_BYTES * sum(t.header.count for t in self.layers)
@@ -139,7 +155,8 @@ class Plan:
     @property
     def bytes_in(self) -> int:
         """Bytes that will be read from the source."""
-        used = sum(d.tensor.nbytes for d in self.dispositions if d.fate != EXCLUDED)
+        tensors = self.checkpoint.tensors
+        used = sum(tensors[name].nbytes for name, (fate, _, _) in self.rules.items() if fate != EXCLUDED)
         return used + sum(f.nbytes for f in self.side_files if f.rule is None)
 
     @property
@@ -187,8 +204,8 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
     if layers is not None:
         kept = _select(found, layers, checkpoint)
         layers = (layers[0], min(layers[1], 1 + max(s.layer for s in found if s.block == "layers")))
-    matrices = [m for s in kept for m in s.matrices()]
-    codec = codec.for_sources({m.encoding for m in matrices if codec.takes(m.encoding, m.rows, m.columns) is None})
+    kinds = {(m.encoding, m.rows, m.columns) for s in kept for m in s.matrices()}
+    codec = codec.for_sources({kind[0] for kind in kinds if codec.takes(*kind) is None})
     width = len(str(max(s.layer for s in found)))
     targets = tuple(_layer_target(checkpoint, codec, source, width, header_limit) for source in kept)
 
@@ -200,32 +217,29 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
     rules |= _dense_rules(family, fates, {t.source.name: shard.name for shard in shards for t in shard.tensors})
-    dispositions = [Disposition(checkpoint.tensors[n], *rules[n]) for n in sorted(checkpoint.tensors, key=natural)]
     taken = (CODE,) if request.include_code else ()
     side = tuple(SideFile(f.name, f.nbytes, None) if f.rule in taken else f for f in checkpoint.side_files)
     _check_names(checkpoint, side, warnings)
     config = mtp.truthful(checkpoint, family, warnings)
-    unknown = [d.tensor.name for d in dispositions if d.fate == UNKNOWN]
+    unknown = [name for name, (fate, _, _) in rules.items() if fate == UNKNOWN]
     if unknown:
-        warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {unknown[0]}")
-    contradiction = contradicted(checkpoint.config, {m.encoding.name for m in matrices if m.encoding.plain is None})
+        first = min(unknown, key=natural)
+        warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {first}")
+    contradiction = contradicted(checkpoint.config, {e.name for e, _, _ in kinds if e.plain is None})
     if contradiction is not None and not checkpoint.container:
         warnings.append(contradiction)
-    generated = {
-        CONFIG: _config(config, codec, dense, targets, family.loads_parts and layers is None),
-        INDEX: _index(targets, shards),
-    }
     return Plan(
         request,
         checkpoint,
         family,
         codec,
         layers,
-        tuple(dispositions),
+        rules,
         targets,
         shards,
         side,
-        generated,
+        _config(config, codec, dense, targets, family.loads_parts and layers is None),
+        sum(map(len, _index(targets, shards))),
         (*checkpoint.warnings, *warnings),
     )
 
@@ -305,9 +319,9 @@ def _treatment(codec: Codec, matrix: MatrixSource) -> tuple[bool, str]:
     return False, f"requantised ({reason})" if codec.verb == Codec.verb else codec.verb
 
 
-def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) -> dict[str, tuple[str, str, str | None]]:
+def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) -> dict[str, Rule]:
     """(fate, rule, target) of every other tensor by name, from what `DenseRules` decided."""
-    rules: dict[str, tuple[str, str, str | None]] = {}
+    rules: dict[str, Rule] = {}
     for name, fate in fates.items():
         if fate == ACTIVATION:
             rules[name] = ACTIVATION_RULE
@@ -324,19 +338,20 @@ def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) ->
 
 def _expert_rules(
     family: Family, codec: Codec, found: list[LayerSource], targets: tuple[LayerTarget, ...], width: int
-) -> dict[str, tuple[str, str, str | None]]:
+) -> dict[str, Rule]:
     """(fate, rule, target) of every expert tensor by name."""
     written = {target.name for target in targets}
-    rules: dict[str, tuple[str, str, str | None]] = {}
+    rules: dict[str, Rule] = {}
     for source in found:
         file = layer_file_name(source.block, source.layer, width)
         if file not in written:
             skipped = (EXCLUDED, "--layers: experts of a layer not asked for", None)
             rules |= {t.name: skipped for t in source.tensors}
             continue
+        same: dict[str, Rule] = {}
         for matrix in source.matrices():
             exact, words = _treatment(codec, matrix)
-            rule = (CONVERTED, f"{family.name}: routed expert, {words}", file)
+            rule = same.setdefault(words, (CONVERTED, f"{family.name}: routed expert, {words}", file))
             for r in matrix.ranges:
                 # gate and up of a fused tensor may be treated differently: the one that loses is the one to tell
                 if r.tensor.name not in rules or not exact:
@@ -424,8 +439,8 @@ def _config(
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> bytes:
-    """The index: every tensor but pads and sidecars.
+def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> Iterator[bytes]:
+    """The pieces of the index: every tensor but pads and sidecars.
 
     Line by line: of tens of thousands of names a JSON library makes several times as many pieces before it joins them.
     """
@@ -435,13 +450,12 @@ def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) ->
         weight_map[name] = file
         total += size
     quoted = partial(json.dumps, ensure_ascii=False)
-    text = bytearray(f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{'.encode())
+    yield f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{'.encode()
     between = "\n"
     for name in sorted(weight_map):
-        text += f"{between}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+        yield f"{between}    {quoted(name)}: {quoted(weight_map[name])}".encode()
         between = ",\n"
-    text += b"\n  }\n}\n"
-    return bytes(text)
+    yield b"\n  }\n}\n"
 
 
 def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> Iterator[tuple[str, str, int]]:
