@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pagestone.convert import directory
 from pagestone.convert.errors import machine_errors
 from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_document, is_plain, list_side_files
+from pagestone.formats import directories
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, TEMPLATES, read_manifest
@@ -164,7 +166,7 @@ def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkp
     Raises `RequestError` (exit 2) if this is no safetensors checkpoint directory, and `DataError` (exit 1) naming file
     and tensor if a shard is missing, short, damaged or contradicts the index.
     """
-    root = place_of(source, once=True)
+    root = place_of(directories.directory(source) if isinstance(source, str | Path) else source, once=True)
     directory.require_directory(root)
     container = _is_bf16_container(root)
     _require_config(root)

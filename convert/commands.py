@@ -21,6 +21,7 @@ from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import Plan, Request
 from pagestone.convert.prepare import plan_for, prepare, ready
 from pagestone.formats import encodings, native
+from pagestone.formats.directories import directory, output_directory
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown
 
@@ -44,14 +45,6 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
         code="E0001",
         remedy="for example --layers 0:2",
     )
-
-
-def directory(text: str) -> Path:
-    """A directory named on the command line. An empty word, as an unset variable gives, is not the one we are in."""
-    if not text:
-        raise RequestError("the name of a directory expected, found an empty word", code="E0813",
-                           remedy="say which directory; the one you are in is .")  # fmt: skip
-    return Path(text)
 
 
 @contextmanager
@@ -112,7 +105,9 @@ def _command(name: str, options: tuple[encodings.Option, ...]) -> Callable[..., 
         checkpoint: Annotated[
             Path, typer.Argument(help="Directory with config.json and .safetensors files.", parser=directory)
         ],
-        output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the container.", parser=directory)],
+        output: Annotated[
+            Path, typer.Option("--output", "-o", help="Directory of the container.", parser=output_directory)
+        ],
         workers: Annotated[int, typer.Option(min=1, max=256, help="Experts converted at once.")] = default_workers(),
         layers: Annotated[str | None, typer.Option(help="A:B: only the experts of layers A to B-1.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,

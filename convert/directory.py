@@ -23,7 +23,6 @@ BESIDE = re.compile(
     r"|~|\.~\d+~|[.~](bak|backup|orig|old|save)(\.?\d+)?~?"
 )
 """What may follow a shard's whole name in another file's: indexes, digests, signatures, copies (`cp --backup`)."""
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*")
 HUB_MODEL = re.compile(r"models--.*--.*", re.DOTALL)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 OTHER_WEIGHTS = {
@@ -47,13 +46,6 @@ def require_directory(root: Place) -> None:
             raise wrong
         return
     given = os.fspath(root)
-    if not root.exists() and ADDRESS.fullmatch(given):
-        raise RequestError(
-            "a directory on this machine expected, found an address; nothing is downloaded here",
-            code="E0418",
-            file=root,
-            remedy="download the checkpoint first, then give the directory it is in",
-        )
     found = "a file" if root.exists() else "nothing"
     remedy = "give the directory that holds config.json and the .safetensors files"
     if found == "nothing" and HUB_NAME.fullmatch(given):

@@ -39,6 +39,7 @@ from pagestone.convert.machine import (
     sync_directory,
     write_durably,
 )
+from pagestone.formats.directories import output_directory
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import (
     EXPERTS_TABLE,
@@ -428,6 +429,15 @@ def check_output(output: Path, *, force: bool) -> None:
 
     A manifest that is damaged is a container's if other files of one lie beside it. What is `LEFT_ALONE` may be there.
     """
+    output_directory(output)
+    nearest = next((place for place in (output, *output.absolute().parents) if is_there(place)), output)
+    if is_there(nearest) and not nearest.exists():
+        raise RequestError(
+            f"an output directory expected, found a link that leads nowhere: {nearest}",
+            code="E0825",
+            file=output,
+            remedy="make the directory it points to (mount its disk), or give another --output",
+        )
     if not output.exists():
         return
     if not output.is_dir():

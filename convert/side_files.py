@@ -6,6 +6,7 @@ to only if that lies in the checkpoint, or in the blobs of the hub cache whose s
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import unicodedata
@@ -166,6 +167,7 @@ def _rule_of_contents(path: Place, name: str) -> tuple[str | None, str | None]:
 
 def _states_quantisation(raw: bytes) -> bool:
     """Whether these bytes are a JSON object that says how weights are quantised."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         table = loads(raw, twice=True, constants=True) if raw.lstrip()[:1] == b"{" else None
     except ValueError:

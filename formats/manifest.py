@@ -133,7 +133,8 @@ def read_manifest(path: AnyPlace) -> Manifest:
     try:
         table = strict_json.loads(raw, twice=True, most=MAX_NODES)  # what is not canonical is refused below, as such
         version = table["pagestone"]["spec_version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = strict_json.remedy_for(error, remedy)
         raise fail("a pagestone manifest expected, found something else", "E0301") from None
     if version != SPEC_VERSION:
         message, what_to_do = other_version(version)

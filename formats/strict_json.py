@@ -6,6 +6,7 @@ refused is one short `ValueError`; the caller knows the file and the code. `whol
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -33,6 +34,14 @@ _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
+class NotPlainUtf8(ValueError):
+    """A text that is in another encoding than UTF-8, or has a mark of its encoding before it: an editor's doing."""
+
+
+WITHOUT_MARK = "save it as UTF-8 without a byte order mark"
+"""What to do about either."""
+
+
 def brief(value: Any) -> str:
     """`repr` of a value that was read, cut so that a message stays one line whatever stood in the file."""
     try:
@@ -48,10 +57,13 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False, mos
     NaN and Infinity. Only files that other programs wrote for other programs need either.
 
     Raises `ValueError`, its text short, for anything that is no JSON, for a number of more than `MAX_DIGITS` characters
-    or beyond float64, for nesting beyond `MAX_DEPTH`, and for half a surrogate pair, which no UTF-8 can hold.
+    or beyond float64, for nesting beyond `MAX_DEPTH`, and for half a surrogate pair, which no UTF-8 can hold; its kind
+    `NotPlainUtf8` for a byte order mark, also that of UTF-16: editors write them.
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
+        if text.startswith("\ufeff"):
+            raise NotPlainUtf8("found a byte order mark before it")
         if most is not None and text.count("[") + text.count("{") > most:
             raise ValueError(f"more than {most} objects and lists")
         value = json.loads(
@@ -64,7 +76,8 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False, mos
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"no UTF-8 at byte {error.start}") from None
+        kind = NotPlainUtf8 if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ValueError
+        raise kind(f"no UTF-8 at byte {error.start}") from None
     _check_depth(value)
     if "\\ud" in text or "\\uD" in text:
         try:
@@ -72,6 +85,11 @@ def loads(raw: bytes | str, *, twice: bool = False, constants: bool = False, mos
         except UnicodeEncodeError:
             raise ValueError("half a surrogate pair in a text") from None
     return value
+
+
+def remedy_for(error: Exception, otherwise: str) -> str:
+    """What to do about a text that `loads` refused."""
+    return WITHOUT_MARK if isinstance(error, NotPlainUtf8) else otherwise
 
 
 def load_object(
@@ -92,6 +110,7 @@ def load_object(
     try:
         value = loads(raw, twice=twice, constants=constants, most=most)
     except ValueError as error:
+        remedy = remedy_for(error, remedy)
         raise DataError(f"JSON expected: {error}", code=code, file=file, remedy=remedy) from None
     if not isinstance(value, dict):
         raise DataError(f"a JSON object expected, found {brief(value)}", code=code, file=file, remedy=remedy)

@@ -7,7 +7,7 @@ clear it, change its direction of writing or forge a line. JSON output needs non
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _SHORT = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
@@ -39,6 +39,11 @@ def natural(name: str) -> tuple[str | int, ...]:
     """
     words = re.split(r"([0-9]{1,18})", name)
     return tuple(int(word) if n % 2 else word for n, word in enumerate(words))
+
+
+def with_parameters(parameters: Mapping[str, object]) -> str:
+    """What follows the name of a codec: its parameters in words (`, group size 64`), nothing if it has none."""
+    return "".join(f", {name.replace('_', ' ')} {value}" for name, value in sorted(parameters.items()))
 
 
 def size_text(nbytes: int | float) -> str:

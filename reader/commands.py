@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pagestone.formats.directories import directory as named
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS_TABLE, read_experts
-from pagestone.formats.text import shown, shown_lines
+from pagestone.formats.text import shown, shown_lines, with_parameters
 from pagestone.reader import inputs
 from pagestone.reader.budget import parse_size
 from pagestone.reader.container import Container, open_container
@@ -26,6 +27,8 @@ from pagestone.reader.files import MachineErrors
 if TYPE_CHECKING:
     from pagestone.reader.sampling import Sampling
     from pagestone.reader.session import Session
+
+Directory = Annotated[Path, typer.Argument(help="Directory of the container.", parser=named)]
 
 
 def register(app: typer.Typer) -> None:
@@ -110,7 +113,7 @@ def _origin(source: dict[str, Any]) -> str:
 
 def _text(table: dict[str, Any]) -> str:
     lines = [
-        f"{table['directory']}: {table['codec']} {table['parameters'] or ''}".rstrip(),
+        f"{table['directory']}: {table['codec']}{with_parameters(table['parameters'])}",
         f"  container id {table['container_id']}",
         f"  {_origin(table['source'])}"
         f"{', lossless' if table['lossless'] else ''}"
@@ -135,7 +138,7 @@ def _text(table: dict[str, Any]) -> str:
 
 
 def _inspect(
-    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
+    directory: Directory,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     table = describe(open_container(directory))
@@ -144,7 +147,6 @@ def _inspect(
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
-Directory = Annotated[Path, typer.Argument(help="Directory of the container.")]
 MOST = 10**9
 """The most that an option which counts something takes: beyond is a slip, and numbers that no C integer holds."""
 Default = "Default: what generation_config.json recommends, "
@@ -184,7 +186,9 @@ class Running:
         float | None, typer.Option(help=f"Above 1, tokens that were there already are less likely. {Default}else 1.")
     ] = None
     seed: Annotated[int, typer.Option(help="The same seed draws the same tokens.")] = 0
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the container has none.")] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of a tokenizer, if the container has none.", parser=named)
+    ] = None
     template_var: Annotated[
         list[str] | None,
         typer.Option(

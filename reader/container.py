@@ -41,7 +41,7 @@ from pagestone.formats.manifest import (
     read_manifest,
 )
 from pagestone.formats.storage import place_of
-from pagestone.reader.errors import Closing, expert_number, layer_of
+from pagestone.reader.errors import Closing, expert_number, layer_of, path_of
 from pagestone.reader.files import RESTORE, MachineErrors, map_file
 
 if TYPE_CHECKING:
@@ -412,14 +412,15 @@ class Container(Closing):
 def open_container(path: str | os.PathLike[str]) -> Container:
     """Open the container directory at `path`.
 
-    Reads the manifest and stats every file. Raises `RequestError` if there is no container or its codec is
-    unknown, `DataError` if the manifest is damaged or a file is missing or of another length, `MachineError` if the
-    system lets nobody look.
+    Reads the manifest and stats every file. Raises `PathTypeError` if `path` is no path, `RequestError` if it is an
+    empty word or an address, or there is no container, or its codec is unknown, `DataError` if the manifest is damaged
+    or a file is missing or of another length, `MachineError` if the system lets nobody look.
     """
     if sys.byteorder != "little":
         raise RequestError("a little-endian machine expected", code="E0330", remedy="containers are little-endian only")
-    with MachineErrors(Path(path), "opening"):
-        return _open(Path(path))
+    root = path_of(path)
+    with MachineErrors(root, "opening"):
+        return _open(root)
 
 
 def _open(root: Path) -> Container:

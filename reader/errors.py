@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from pagestone.formats.directories import directory
 from pagestone.formats.errors import PagestoneError, RequestError
 
 T = TypeVar("T")
@@ -25,6 +28,10 @@ class NoSuchLayerError(RequestError, KeyError):
 
 class IdTypeError(RequestError, TypeError):
     """An expert or a layer is named by something that is no integer (E1219): a truth value, a float, a text."""
+
+
+class PathTypeError(RequestError, TypeError):
+    """A container is named by something that is no path (E1253): None, bytes, a number."""
 
 
 class ClosedError(PagestoneError, ValueError):
@@ -48,6 +55,17 @@ def whole_number(value: Any, what: str) -> int:
 
 def _named(value: Any) -> str:
     return f"{str(value)[:40]!r} ({type(value).__name__})"
+
+
+def path_of(value: Any) -> Path:
+    """`value` as the path of a directory to read; `PathTypeError`, or what `formats.directories.directory` raises."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise PathTypeError(
+            f"the path of a container expected, found {_named(value)}",
+            code="E1253",
+            remedy="give a str or a pathlib.Path",
+        )
+    return directory(value)
 
 
 def expert_number(value: Any, count: int, file: Any) -> int:

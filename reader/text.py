@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
-from pagestone.formats.strict_json import brief, loads
+from pagestone.formats.strict_json import WITHOUT_MARK, brief, loads
 from pagestone.reader.configs import GENERATION, is_int, read_config, read_table, vocabulary_of, wrong_field
 from pagestone.reader.files import RESTORE
 from pagestone.reader.inputs import file as read_text
@@ -252,6 +252,8 @@ def _complaint(path: Path) -> str | None:
             return None
         table = read_table(path)
     except PagestoneError as error:
+        if error.remedy == WITHOUT_MARK:
+            raise
         return error.message
     if path.name == "tokenizer.json":
         return _tokenizer_complaint(path) if "added_tokens" in table else "added_tokens: tokens expected, found none"

@@ -21,6 +21,7 @@ from kits.checkpoints import T_BLOCK, T_ORDER, sparse_model
 from kits.cli import done, pagestone, refused
 
 import pagestone as package
+from pagestone import cli
 from pagestone.formats import encodings
 from pagestone.validate import commands as validate_commands
 
@@ -77,6 +78,53 @@ def test_usage_errors_are_exit_code_2(words):
     result = pagestone(*words)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert result.stderr if words else result.stdout or result.stderr
+
+
+EVERY = tuple(sorted(cli.COMMANDS))
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "missing"),
+        (("a", "b", "c"), ""),
+        (("--bogus", "x"), "no such option: --bogus"),
+        (("x", "--no\x1b[2J"), "no such option: --no\\x1b[2J"),
+    ],
+)
+@pytest.mark.parametrize("command", EVERY)
+def test_what_cannot_be_parsed_has_the_form_of_every_error(command, words, complaint, capsys):
+    """Of every command: one message, what to do, exit code 2."""
+    assert inference.command(command, *words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"error: [^\n]+ \(E0008\)\n  what to do: see: pagestone [a-z0-9-]+ --help\n", err)
+    assert complaint in err and f"pagestone {command} --help" in err and len(EVERY) > 10
+
+
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["--bogus"], ["verify", "x", "--sample", "a"], ["inspect", "x", "--json=1"]]
+)
+def test_other_words_that_are_none(words, capsys):
+    assert inference.command(*words) == 2
+    assert re.fullmatch(r"error: [^\n]+ \(E0008\)\n  what to do: [^\n]+ --help\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("word", "code"), [("", "E0813"), ("hf://a/b", "E0418"), ("https://a/b", "E0418")])
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", "?"], ["verify", "?"], ["verify", "x", "--source", "?"], ["run", "?", "--prompt", "x"], ["chat", "?"],
+     ["run", "x", "--prompt", "x", "--tokenizer", "?"], ["verify-logits", "?"], ["verify-logits", "x", "--source", "?"],
+     ["verify-logits", "x", "--tokenizer", "?"], ["compare", "?", "--source", "x"], ["compare", "x", "--source", "?"],
+     ["compare", "x", "--source", "x", "--tokenizer", "?"], ["prepare-q4", "?", "-o", "x"],
+     ["prepare-q4", "x", "-o", "?"]],
+)  # fmt: skip
+def test_a_word_that_names_no_directory(words, word, code, capsys, tmp_path, monkeypatch):
+    """Wherever a command takes a directory: it is not the one we are in, and nothing is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    assert inference.command(*(word if w == "?" else w for w in words)) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and f"({code})" in text and "what to do: " in text
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_alone_on_stdout(made, tmp_path):
@@ -234,7 +282,7 @@ def test_a_full_disk_under_stdout(made, unbuffered):
     result = shell('"$@" > /dev/full', "inspect", made[1], env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
     text = result.stderr.decode()
     assert result.returncode == 3 and text.startswith("error: standard output: No space left on device (E0901)\n"), text
-    assert "what to do: " in text and text.count("\n") == 2
+    assert "what to do: send the output to where it can be written" in text and text.count("\n") == 2
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1:strict", "utf-8:strict"])

@@ -61,7 +61,7 @@ def test_errors(tmp_path, capsys):
     assert command("inspect", tmp_path / DIRECTORY) == 2
     looked_at(capsys, r"out\x1b[2J\u009b\u202e\n", "E0331")
     assert command("\x1b[2J\x9b") == 2
-    looked_at(capsys, r"\x1b[2J", "No such command")
+    looked_at(capsys, r"\x1b[2J", "no such command")
 
 
 def test_json_has_the_names_as_they_are(tmp_path, capsys):

@@ -263,6 +263,9 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
     try:
         table = strict_json.loads(place_of(root / INDEX).read_bytes())
         listed, total = dict(table["weight_map"]), table["metadata"]["total_size"]
+    except strict_json.NotPlainUtf8 as error:
+        yield Finding(ERROR, "E1007", INDEX, f"JSON expected: {error}; {strict_json.WITHOUT_MARK}")
+        return
     except (ValueError, KeyError, TypeError):
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
         return

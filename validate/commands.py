@@ -12,10 +12,11 @@ import typer
 
 from pagestone.convert.errors import machine_errors
 from pagestone.formats import native
+from pagestone.formats.directories import directory as named
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
 from pagestone.formats.text import shown
-from pagestone.reader.commands import MOST
+from pagestone.reader.commands import MOST, Directory
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
@@ -40,9 +41,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _verify(
-    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
+    directory: Directory,
     source: Annotated[
-        Path | None, typer.Option(help="The checkpoint it was made from: encode again and compare.")
+        Path | None, typer.Option(help="The checkpoint it was made from: encode again and compare.", parser=named)
     ] = None,
     sample: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="With --source: compare only this many experts.")
@@ -88,9 +89,10 @@ def _total(directory: Path) -> int | None:
 
 
 def _verify_logits(
-    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
+    directory: Directory,
     source: Annotated[
-        Path | None, typer.Option(help="Encode the resident side from this checkpoint instead of reading it.")
+        Path | None,
+        typer.Option(help="Encode the resident side from this checkpoint instead of reading it.", parser=named),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     ids: Annotated[Path | None, typer.Option(help="A file with a prompt of token ids a line.")] = None,
@@ -101,7 +103,9 @@ def _verify_logits(
     experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
     against: Annotated[Path | None, typer.Option(help="Compare with this audit instead of a resident run.")] = None,
     audit: Annotated[Path | None, typer.Option(help="Write an audit (JSON) here, and its traces beside it.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.", parser=named)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
 ) -> None:
     from pagestone.reader.budget import parse_size
@@ -126,8 +130,8 @@ def _verify_logits(
 
 
 def _compare(
-    directory: Annotated[Path, typer.Argument(help="Directory of the container.")],
-    source: Annotated[Path, typer.Option(help="The checkpoint it was made from.")],
+    directory: Directory,
+    source: Annotated[Path, typer.Option(help="The checkpoint it was made from.", parser=named)],
     text: Annotated[Path | None, typer.Option(help="A text: KL, top-1 agreement and perplexity over it.")] = None,
     questions: Annotated[
         Path | None, typer.Option(help="JSON lines with question and answer: how many are answered to the letter.")
@@ -138,7 +142,9 @@ def _compare(
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
     experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.", parser=named)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from pagestone.reader.budget import parse_size

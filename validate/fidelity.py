@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats.errors import RequestError
 from pagestone.formats.strict_json import MAX_COUNT, loads
-from pagestone.formats.text import shown_lines
+from pagestone.formats.text import shown_lines, with_parameters
 from pagestone.reader import hosts, inputs
 from pagestone.reader.decoding import spoken
 from pagestone.reader.model import AUTO, Logits, Model, greedy, values_of
@@ -105,7 +105,7 @@ class Fidelity:
 
     def text(self) -> str:
         """A table for people: a row for the source, a row for the container."""
-        name = f"{self.codec} {self.parameters or ''}".strip() + f", {self.experts}"
+        name = f"{self.codec}{with_parameters(self.parameters)}, {self.experts}"
         heads, source, ours = ["weights"], ["source"], [name]
         if (t := self.text_result) is not None:
             heads += ["KL (nats)", "top-1", "nats/token", "perplexity"]

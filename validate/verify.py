@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.formats.directories import directory
 from pagestone.formats.dtypes import Array
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
@@ -32,6 +33,7 @@ def verify(
     Faults of the container become findings; `RequestError` is raised if there is no container, or if the source
     is not one that can be compared.
     """
+    root = directory(root)
     if not (root / MANIFEST).is_file():
         raise no_container(root)
     report = Report()
@@ -41,6 +43,7 @@ def verify(
     except (PagestoneError, OSError) as error:
         report.add([of_error(error, MANIFEST)])
         return report
+    report.count("files")  # the manifest itself, which its own digest vouches for
     # the source first: where it cannot be opened, nothing that was found is lost
     comparison = None if source is None else compare_with(source, manifest, sample)
     context = Context(root, manifest, codec, comparison, progress, workers, report)

@@ -17,14 +17,15 @@ import typer
 
 from pagestone import __version__
 from pagestone.convert import commands as convert_commands
-from pagestone.formats.errors import MachineError, PagestoneError
-from pagestone.formats.text import clipped, shown_lines
+from pagestone.formats.errors import MachineError, PagestoneError, RequestError
+from pagestone.formats.text import clipped
 from pagestone.reader import commands as reader_commands
 from pagestone.validate import commands as validate_commands
 
 UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What the command line library raises for words it does not understand; its home differs between versions."""
 
+STDOUT = "standard output"
 INTERRUPTED, READER_GONE = 130, 141
 """Exit codes as shells report them: 128 and the signal, SIGINT or SIGPIPE. 0 would make a success of it."""
 DEBUG = "PAGESTONE_DEBUG"
@@ -53,6 +54,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 convert_commands.register(app)
 reader_commands.register(app)
 validate_commands.register(app)
+COMMANDS = frozenset(str(command.name) for command in app.registered_commands)
 
 
 def main() -> None:
@@ -78,14 +80,14 @@ class _Stdout(io.TextIOWrapper):
         try:
             return super().write(text)
         except OSError as error:
-            error.filename = "standard output"
+            error.filename = STDOUT
             raise
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError as error:
-            error.filename = "standard output"
+            error.filename = STDOUT
             raise
 
 
@@ -143,10 +145,12 @@ def _report(error: BaseException) -> int:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):  # the second is what Ctrl-C becomes on its way
         _say("interrupted")
         return INTERRUPTED
-    if isinstance(error, UsageError):
+    if (
+        isinstance(error, UsageError) and type(error).__name__ == "NoArgsIsHelpError"
+    ):  # no word at all was given: it shows the help
         text = io.StringIO()
         error.show(file=text)
-        _say(shown_lines(clipped(line, 1000) for line in text.getvalue().rstrip("\n").split("\n")))
+        _say(text.getvalue().rstrip("\n"))
         return int(error.exit_code)
     said = error if isinstance(error, PagestoneError) else _unforeseen(error)
     if os.environ.get(DEBUG) and said is not error:
@@ -156,7 +160,9 @@ def _report(error: BaseException) -> int:
 
 
 def _unforeseen(error: BaseException) -> PagestoneError:
-    """An error that no room put into words: of the machine, or a fault of ours."""
+    """An error that no room put into words: of the request's form, of the machine, or a fault of ours."""
+    if isinstance(error, UsageError):
+        return _misused(error)
     if isinstance(error, OSError):
         remedies = {
             errno.ENOSPC: "free space there, then run the same command again; finished work is kept",
@@ -166,15 +172,28 @@ def _unforeseen(error: BaseException) -> PagestoneError:
             errno.EMFILE: "raise the limit of open files (ulimit -n) and run again",
         }
         other = "mend the cause, then run the same command again; finished work is kept"
+        remedy = remedies.get(error.errno or 0, other)
+        if error.filename == STDOUT:  # no work of the command's: the words went nowhere
+            remedy = "send the output to where it can be written, then run the same command again"
         return MachineError(
             error.strerror or str(error) or type(error).__name__, code="E0901",
-            file=error.filename or "a file that the system does not name", remedy=remedies.get(error.errno or 0, other),
+            file=error.filename or "a file that the system does not name", remedy=remedy,
         )  # fmt: skip
     if isinstance(error, MemoryError):
         return MachineError("out of memory", code="E0902", remedy="use fewer --workers, or free memory")
     return MachineError(
         f"{type(error).__name__}: {error}: a fault of pagestone {__version__}, not of your data", code="E0007",
         file=_place(error), remedy=f"report it with this message, your command and what {DEBUG}=1 adds to it",
+    )  # fmt: skip
+
+
+def _misused(error: Any) -> RequestError:
+    """What the command line library refuses, in our form: a word or an option that is not there, lacks or is wrong."""
+    command = next((word for word in sys.argv[1:] if word in COMMANDS), None)
+    message = clipped(error.format_message().rstrip("."), 1000)
+    return RequestError(
+        message[:1].lower() + message[1:], code="E0008",
+        remedy=f"see: pagestone {command} --help" if command else "see: pagestone --help",
     )  # fmt: skip
 
 

@@ -223,6 +223,7 @@ STALE = {
     "hf_quant_config.json": b"{}", "quantize_config.json": b"{}", "quant_config.json": b"{}", "recipe.yaml": b"x: 1",
     "GPTQ_config.json": b"{}", "compression_config.json": b"{}", "my-recipe.yml": b"x",
     "params.json": b' {"dim": 1, "quantization": {"bits": 8}}', "extra.json": b'{"quant_method": "fp8"}',
+    "marked.json": b'\xef\xbb\xbf{"quant_method": "fp8"}',
 }  # fmt: skip
 
 
@@ -433,7 +434,7 @@ def test_hub_cache_instead_of_a_snapshot(tmp_path):
 @pytest.mark.parametrize("path", ["hf://a/b", "https://host/a/b", "s3://bucket/key", Path("hf://a/b")])
 def test_an_address_is_no_directory(path):
     """Nothing is downloaded; the remedy says what to do first."""
-    refused(path, "E0418", "address", "download the checkpoint first")
+    refused(path, "E0418", "address", "download it first")
 
 
 def test_a_name_on_a_hub(tmp_path, monkeypatch):

@@ -155,6 +155,28 @@ def test_unfinished_work_beside_foreign_files(source, tmp_path):
     assert run(source, output).state == "converted"
 
 
+@pytest.mark.parametrize("below", ["", "below", "a/b"])
+def test_a_link_that_leads_nowhere(source, tmp_path, below):
+    """As of a disk that is not mounted: it is neither followed nor replaced."""
+    link = tmp_path / "o"
+    link.symlink_to(tmp_path / "none")
+    for force in (False, True):
+        with pytest.raises(RequestError, match="a link that leads nowhere") as caught:
+            run(source, link / below, force=force)
+        assert caught.value.code == "E0825" and str(link) in str(caught.value)
+    assert link.readlink() == tmp_path / "none" and not (tmp_path / "none").exists()
+    (tmp_path / "none").mkdir()
+    assert run(source, link / below).state == "converted"
+
+
+def test_an_address_as_output(source, tmp_path, monkeypatch):
+    """Nothing is made of it here."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="E0418"):
+        run(source, Path("s3://bucket/o"))
+    assert not (tmp_path / "s3:").exists()
+
+
 @pytest.mark.parametrize("word", ["-o", "checkpoint"])
 def test_empty_word(source, tmp_path, word):
     """An empty word, as an unset variable gives, is not the directory one is in."""

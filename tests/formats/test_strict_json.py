@@ -72,6 +72,23 @@ def test_an_object_from_a_file(tmp_path):
         load_object(tmp_path / "none", code="E0407", remedy="r")
 
 
+MARKED = (b"\xef\xbb\xbf{}", "{}".encode("utf-16"), "\ufeff{}".encode("utf-16-be"))
+
+
+@pytest.mark.parametrize("raw", MARKED)
+def test_a_mark_of_its_encoding(tmp_path, raw):
+    """Some editors save a text so. Nothing is to be downloaded then, and the text itself may be right."""
+    path = tmp_path / "x.json"
+    path.write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        load_object(path, code="E0407", remedy="r")
+    assert caught.value.remedy == "save it as UTF-8 without a byte order mark" and caught.value.file == str(path)
+    path.write_bytes(b"\x80{}")
+    with pytest.raises(DataError) as caught:
+        load_object(path, code="E0407", remedy="r")
+    assert caught.value.remedy == "r", "bytes that no editor writes"
+
+
 def test_brief_is_brief():
     for value in ([2**62] * 10**5, "x" * 10**6, {str(n): [n] * 9 for n in range(999)}, 10**4000, [10**5000], 10**5000):
         assert len(brief(value)) < 500

@@ -22,6 +22,8 @@ from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.layout import PARTS
 from pagestone.reader import container as reader
 from pagestone.reader.container import View, open_container
+from pagestone.reader.errors import PathTypeError
+from pagestone.validate.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCEPT = ROOT / "tests" / "vectors" / "accept"
@@ -406,6 +408,34 @@ def test_a_manifest_whose_layer_is_misnamed(small, field, value):
     make.manifest(lambda t: t["layers"][0].update({field: value}))(small)
     with pytest.raises(DataError, match="E0308"):
         open_container(small)
+
+
+@pytest.mark.parametrize("path", [None, b"out", 3, 1.5, True, [], object()])
+def test_no_path(path):
+    with pytest.raises(PathTypeError, match="the path of a container expected, found") as caught:
+        open_container(path)
+    assert isinstance(caught.value, RequestError) and isinstance(caught.value, TypeError)
+    assert (caught.value.code, caught.value.exit_code) == ("E1253", 2)
+
+
+@pytest.mark.parametrize(("path", "code"), [("", "E0813"), ("hf://a/b", "E0418"), (Path("https://a/b"), "E0418")])
+def test_a_word_that_names_no_directory(path, code, small, monkeypatch):
+    """Not even in a container's own directory is an empty word that one."""
+    monkeypatch.chdir(small)
+    with pytest.raises(RequestError, match=code):
+        open_container(path)
+    with pytest.raises(RequestError, match=code):
+        verify(path)
+    assert open_container(".").container_id == open_container(Path()).container_id
+
+
+@pytest.mark.parametrize("raw", [b"\xef\xbb\xbf", b"\xff\xfe"])
+def test_a_manifest_with_a_mark_before_it(small, raw):
+    path = small / "manifest.json"
+    path.write_bytes(raw + path.read_bytes())
+    with pytest.raises(DataError, match="save it as UTF-8 without a byte order mark") as caught:
+        open_container(small)
+    assert caught.value.code == "E0301"
 
 
 def test_a_manifest_that_lists_a_layer_twice(small):

@@ -11,7 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from kits.checkpoints import T_BLOCK
+from kits.conversions import prepare
 from kits.inference import command
+
+from pagestone.formats import encodings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,3 +63,21 @@ def test_an_error_that_is_none(container, capsys, norm: float) -> None:
     assert command("inspect", container, "--json") == 0
     assert [x["relative_rms_error"] for x in json.loads(capsys.readouterr().out)["layers"]] == [None]
     assert command("inspect", container) == 0
+
+
+def test_it_is_told_in_words(tmp_path, capsys):
+    """Parameters are words, and both commands count the same files."""
+    for name, begins in (
+        ("q4", ": q4, group size 64"),
+        ("bf16", ": bf16"),
+        ("fp8", ": fp8, block 128, scale dtype BF16"),
+    ):
+        source = T_BLOCK.write(tmp_path / f"{name}-source")
+        prepare(source, tmp_path / name, encodings.get(name), workers=1)
+        assert command("inspect", tmp_path / name) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{tmp_path / name}{begins}"
+        files = sum(1 for p in (tmp_path / name).iterdir() if p.is_file())
+        assert any(line.endswith(f" bytes in {files} files") for line in lines)
+        assert command("verify", tmp_path / name) == 0
+        assert f": ok: {files} files, " in capsys.readouterr().out

@@ -133,6 +133,18 @@ BROKEN: dict[str, tuple[str, bytes | str | None, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "generation_config.json", "config.json"])
+def test_a_mark_before_a_table(tmp_path: Path, name: str) -> None:
+    """An editor's doing, which is undone in it: nothing is to be restored."""
+    root = directory(tmp_path / "m")
+    (root / name).write_bytes(b"\xef\xbb\xbf" + (root / name).read_bytes())
+    with pytest.raises(DataError) as caught:
+        open_tokenizer(root)
+        choose_sampling(root)
+    assert caught.value.file == str(root / name)
+    assert caught.value.remedy == "save it as UTF-8 without a byte order mark"
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_damage_names_its_file(tmp_path: Path, kind: str) -> None:
     """Whatever a side file holds: one error with the file's name, a code and a remedy, never another exception."""
