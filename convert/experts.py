@@ -7,6 +7,7 @@ time; element types imply nothing.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -95,6 +96,7 @@ def _walk(
     roots = dict.fromkeys(family.decoders, "layers") | dict.fromkeys(family.mtp, "mtp")
     layer = re.compile(rf"({'|'.join(map(re.escape, roots))})\.{ID}\.(.+)")
     by_layer: dict[tuple[str, int], _LayerTensors] = {}
+    places: dict[Place, Place] = {}  # the same in every layer, and kept once
     known = encodings.suffixes() | {BIAS, *ACTIVATION_SUFFIXES}
     for name, tensor in checkpoint.tensors.items():
         if family.markers.isdisjoint(name.split(".")):
@@ -118,7 +120,7 @@ def _walk(
                 f"layer {number} stands under {entry.prefix} and under {prefix}", code="E0506",
                 file=checkpoint.path / tensor.file, tensor=name, remedy="remove one of the two copies",
             )  # fmt: skip
-        place, suffix = placed
+        place, suffix = places.setdefault(placed[0], placed[0]), sys.intern(placed[1])
         if suffix in ACTIVATION_SUFFIXES:
             activations.add(name)
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,8 @@ def parse_header(raw: bytes, file_size: int, file: str | os.PathLike[str]) -> He
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _malformed(file, "__metadata__ must map strings to strings", "E0205")
     data_start = 8 + len(raw)
-    entries = [_entry(file, name, entry, data_start) for name, entry in table.items()]
+    alike: dict[tuple[int, ...], tuple[int, ...]] = {}
+    entries = [_entry(file, name, entry, data_start, alike) for name, entry in table.items()]
     entries.sort(key=lambda e: (e.offset, e.nbytes))
     position = data_start
     for item in entries:
@@ -129,8 +131,13 @@ def _malformed(file: str | os.PathLike[str], message: str, code: str, tensor: st
     return DataError(message, code=code, file=file, tensor=tensor, remedy=remedy)
 
 
-def _entry(file: str | os.PathLike[str], name: str, entry: Any, data_start: int) -> TensorEntry:
-    """One entry of a header's table, checked by itself: where it lies among the others is not."""
+def _entry(
+    file: str | os.PathLike[str], name: str, entry: Any, data_start: int, alike: dict[tuple[int, ...], tuple[int, ...]]
+) -> TensorEntry:
+    """One entry of a header's table, checked by itself: where it lies among the others is not.
+
+    Thousands of tensors are alike: they share the words for their type and, found in `alike`, their shape.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _malformed(file, "an entry must have dtype, shape and data_offsets only", "E0206", name)
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -146,7 +153,8 @@ def _entry(file: str | os.PathLike[str], name: str, entry: Any, data_start: int)
         takes = "more than any file holds" if bits is None else f"{bits} bits" if bits % 8 else f"{bits // 8} bytes"
         words = f"{dtype} {brief(shape)} takes {takes}, data_offsets {brief(span)} span {end - begin}"
         raise _malformed(file, words, "E0210", name)
-    return TensorEntry(name, dtype, tuple(shape), data_start + begin, end - begin)
+    side = tuple(shape)
+    return TensorEntry(name, sys.intern(dtype), alike.setdefault(side, side), data_start + begin, end - begin)
 
 
 def _bits_of(dtype: str, shape: list[int]) -> int | None:
