@@ -68,12 +68,12 @@ def test_an_error_that_is_none(container, capsys, norm: float) -> None:
 def test_it_is_told_in_words(tmp_path, capsys):
     """Parameters are words, and both commands count the same files."""
     for name, begins in (
-        ("q4", ": q4, group size 64"),
+        ("q4", ": q4, group size 32"),
         ("bf16", ": bf16"),
         ("fp8", ": fp8, block 128, scale dtype BF16"),
     ):
         source = T_BLOCK.write(tmp_path / f"{name}-source")
-        prepare(source, tmp_path / name, encodings.get(name), workers=1)
+        prepare(source, tmp_path / name, encodings.get(name, {"group_size": 32} if name == "q4" else {}), workers=1)
         assert command("inspect", tmp_path / name) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{tmp_path / name}{begins}"
