@@ -308,9 +308,10 @@ def _is_bf16_container(root: Place) -> bool:
     if not ((root / MANIFEST).is_file() and (root / EXPERTS_TABLE).is_file()):
         return False
     with machine_errors(root / MANIFEST, READING):
-        codec = read_manifest(root / MANIFEST).codec
-    if codec == "bf16":
+        manifest = read_manifest(root / MANIFEST)
+    if manifest.codec == "bf16" and manifest.dense is None:
         return True
+    codec = manifest.codec + ("" if manifest.dense is None else f" with dense matrices in {manifest.dense.codec}")
     raise RequestError(
         f"an original checkpoint (or a bf16 container) expected, found a pagestone container in {codec}",
         code="E0411",

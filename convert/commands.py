@@ -21,6 +21,7 @@ from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import Plan, Request
 from pagestone.convert.prepare import plan_for, prepare, ready
 from pagestone.formats import encodings, native
+from pagestone.formats.dense_matrices import KEEP
 from pagestone.formats.directories import directory, output_directory
 from pagestone.formats.errors import Interrupted, RequestError
 from pagestone.formats.text import clipped, shown
@@ -116,13 +117,16 @@ def _command(name: str, options: tuple[encodings.Option, ...]) -> Callable[..., 
         merge_unlisted: Annotated[
             bool, typer.Option("--merge-unlisted", help="Take tensors of .safetensors files outside the index too.")
         ] = False,
+        dense: Annotated[
+            str, typer.Option(help="Encode large dense matrices too: keep, int8, fp8, q8 or q4.", metavar="ENCODING")
+        ] = KEEP,
         sha256: Annotated[bool, typer.Option("--sha256", help="Add SHA-256 of every file to the manifest.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
         **chosen: int,
     ) -> None:
         begun = time.monotonic()
         codec = encodings.get(name, _checked(chosen, options))
-        request = Request(checkpoint, codec, parse_layers(layers), include_code, merge_unlisted)
+        request = Request(checkpoint, codec, parse_layers(layers), include_code, merge_unlisted, dense)
         if dry_run:
             planned = plan_for(request, output)
             print(

@@ -21,6 +21,15 @@ MLP_LINEARS = tuple(f"mlp.{p}_proj" for p in PARTS)
 SHARED_LINEARS = tuple(f"mlp.shared_expert.{p}_proj" for p in PARTS)
 SHARED_LINEARS_OF_MANY = tuple(f"mlp.shared_experts.{p}_proj" for p in PARTS)
 
+HEADS = ("lm_head", "language_model.lm_head")
+"""What the head is called."""
+TABLES = {
+    "model.embed_tokens": "lm_head",
+    "model.language_model.embed_tokens": "lm_head",
+    "language_model.model.embed_tokens": "language_model.lm_head",
+}
+"""What the embedding table is called, and the head that a model ties to it."""
+
 Config = dict[str, Any]
 
 
@@ -80,6 +89,10 @@ class Family:
     """Tails (below a layer) of the dense modules that a loader of block FP8 reads as codes: the plain linear layers.
     Everything else (routers, embeddings, the head, vision) it takes as numbers, so codes may not stay there."""
 
+    encoded: tuple[str, ...] = ATTENTION_LINEARS
+    """Tails (below a decoder layer) of the dense modules that `--dense` may encode: large linear layers, used by being
+    called. Never routers, norms, convolutions, gates of few rows, or the MTP block."""
+
     def like(
         self, name: str, *other_types: str, more: tuple[str, ...] = (), without: tuple[str, ...] = (), **changes: Any
     ) -> Family:
@@ -132,6 +145,14 @@ class Family:
         roots = "|".join(map(re.escape, (*self.decoders, *self.mtp)))
         match = re.fullmatch(rf"(?:{roots})\.[0-9]+\.(.+)", module)
         return match is not None and match[1] in self.linears
+
+    def encodes(self, module: str, depth: int) -> bool:
+        """Whether `--dense` may encode the module called `module`: one of `encoded` in one of `depth` decoder layers,
+        or the head."""
+        if module in HEADS:
+            return True
+        match = re.fullmatch(rf"(?:{'|'.join(map(re.escape, self.decoders))})\.([0-9]{{1,9}})\.(.+)", module)
+        return match is not None and int(match[1]) < depth and match[2] in self.encoded
 
     def known_name(self, name: str) -> bool:
         """Whether the whole name matches one of the patterns of `known`."""

@@ -34,6 +34,7 @@ def identity(plan: Plan) -> dict[str, Any]:
         "codec": plan.codec.name,
         "codec parameters": plan.codec.parameters,
         "--layers": plan.partial,
+        "--dense": plan.dense_identity,
         "--include-code": plan.request.include_code,
         SOURCE: plan.checkpoint.fingerprint,
         FILES: {

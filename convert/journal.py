@@ -28,7 +28,8 @@ class FinishedFile:
     """A file that is complete and durable in the work directory.
 
     `xxh3` is hexadecimal. Layer files also carry the digest of every record and, for each expert in order, squared
-    error and squared norm of gate, up and down. `notes` counts what the user must be told about the data. `stamp` is
+    error and squared norm of gate, up and down; files of encoded dense matrices these two sums of each matrix in order
+    (`matrices`). `notes` counts what the user must be told about the data. `stamp` is
     that of the file once it was durable.
     """
 
@@ -39,6 +40,7 @@ class FinishedFile:
     stats: tuple[tuple[float, ...], ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
     stamp: Stamp = (0, 0, 0)
+    matrices: tuple[tuple[float, ...], ...] = ()
 
 
 def to_line(entry: FinishedFile) -> bytes:
@@ -73,6 +75,9 @@ def _entry(table: dict[str, Any]) -> FinishedFile:
     stats = [_typed(sums, list) for sums in _typed(table["stats"], list)]
     if len(stats) != len(_typed(table["records"], list)) or any(len(sums) != 6 for sums in stats):
         raise ValueError("six sums for every record expected")
+    matrices = [_typed(sums, list) for sums in _typed(table["matrices"], list)]
+    if any(len(sums) != 2 for sums in matrices):
+        raise ValueError("two sums for every dense matrix expected")
     return FinishedFile(
         _typed(table["name"], str),
         _typed(table["nbytes"], int),
@@ -81,6 +86,7 @@ def _entry(table: dict[str, Any]) -> FinishedFile:
         tuple(tuple(_typed(value, float) for value in sums) for sums in stats),
         {name: _typed(count, int) for name, count in _typed(table["notes"], dict).items()},
         _stamp(table["stamp"]),
+        tuple(tuple(_typed(value, float) for value in sums) for sums in matrices),
     )
 
 

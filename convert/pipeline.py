@@ -24,6 +24,7 @@ from pagestone.convert.encode import EncodedExpert, encode_expert
 from pagestone.convert.errors import machine_errors
 from pagestone.convert.journal import FinishedFile
 from pagestone.convert.machine import MODES, write_durably
+from pagestone.convert.matrices import MatricesTarget, MatrixEncoder
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan
 from pagestone.convert.publish import WorkDirectory
 from pagestone.convert.reading import ExpertReader, SourceFiles
@@ -168,6 +169,9 @@ def _tasks(shared: _Shared) -> Iterator[Task]:
     for dense in plan.dense:
         if dense.name not in finished:
             yield partial(_copy_dense, shared, dense)
+    for matrices in plan.matrices:
+        if matrices.name not in finished:
+            yield partial(_encode_dense, shared, matrices)
     for side in plan.side_files:
         if side.rule is None and side.name not in finished:
             yield partial(_copy_file, shared, side.name, side.nbytes)
@@ -241,6 +245,33 @@ def _copy_dense(shared: _Shared, target: DenseTarget, hands: _Hands) -> None:
                     notes[f"{tensor.source.file}: {tensor.name} holds {odd} NaN or Inf; copied as it is"] = odd
             whole = writer.finish().hex()
             found = FinishedFile(target.name, target.nbytes, whole, notes=dict(notes), stamp=writer.stamp)
+            shared.work.record(found)
+        finally:
+            writer.close()
+
+
+def _encode_dense(shared: _Shared, target: MatricesTarget, hands: _Hands) -> None:
+    path = shared.work.file(target.name)
+    with machine_errors(path, "writing dense matrices"):
+        writer = StreamWriter(path, target.nbytes, shared.work.lacks)
+        try:
+            writer.append(target.head())
+            notes: Counter[str] = Counter()
+            sums: list[tuple[float, float]] = []
+            for matrix, record in target.records():
+                encoder = MatrixEncoder(shared.files, target.encoding, matrix, record)
+                for piece, read in encoder.pieces(hands.chunk):
+                    if shared.stop.is_set():
+                        return
+                    writer.append(piece)
+                    shared.done(read)
+                sums.append((encoder.squared_error, encoder.squared_norm))
+                if not encoder.squared_norm and not matrix.tied:  # of a table its own copy tells
+                    notes[ALL_ZERO + matrix.tensor.name] = 1
+            whole = writer.finish().hex()
+            found = FinishedFile(
+                target.name, target.nbytes, whole, notes=dict(notes), stamp=writer.stamp, matrices=tuple(sums)
+            )
             shared.work.record(found)
         finally:
             writer.close()

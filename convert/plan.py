@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from pagestone.convert.dense import ACTIVATION, COPY, DECODE, DenseRules, DenseT
 from pagestone.convert.experts import find_layers
 from pagestone.convert.family import Family
 from pagestone.convert.foreign import explained, refuse_foreign
+from pagestone.convert.matrices import Division, MatricesTarget, dense_codec, divide, matrices_targets, others_read
 from pagestone.convert.side_files import CODE, SideFile, folded
 from pagestone.convert.sources import LayerSource, MatrixSource
 from pagestone.formats.config import config_facts, config_with, stated_config
+from pagestone.formats.dense_matrices import KEEP, encoded_facts
 from pagestone.formats.dtypes import item_size
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import LayoutError, RequestError
@@ -39,7 +41,7 @@ DENSE_SHARD = 4 << 30
 """Bytes: dense tensors fill shards up to this size (a larger tensor has its own)."""
 OUR_NAMES = re.compile(
     rf"{re.escape(MANIFEST)}|{re.escape(EXPERTS_TABLE)}|{re.escape(RECORDS)}|"
-    r"(layers|mtp)-\d+(\.rowsum)?\.safetensors|dense-\d+-of-\d+\.safetensors"
+    r"(layers|mtp)-\d+(\.rowsum)?\.safetensors|(dense|matrices)-\d+-of-\d+\.safetensors"
 )
 EXPERT_LIKE = re.compile(r".*(expert|[._](moe|(in|out)put_linear)[._]).*")
 """Names of tensors that are some model's experts, or stand beside them."""
@@ -59,7 +61,7 @@ class Request:
 
     `source` is a path, or a storage. `layers` = (first, end) keeps the experts of those decoder layers only,
     `include_code` copies the source's *.py files, `merge_unlisted` takes the tensors of .safetensors files that its
-    index does not name.
+    index does not name. `dense` is a word of `--dense`: the encoding of the large dense matrices, or "keep".
     """
 
     source: AnyPlace
@@ -67,6 +69,7 @@ class Request:
     layers: tuple[int, int] | None = None
     include_code: bool = False
     merge_unlisted: bool = False
+    dense: str = KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,14 @@ class Plan:
     index_bytes: int
     """Length of the index."""
     warnings: tuple[str, ...]
+    dense_codec: Codec | None = None
+    """What dense matrices are encoded in; None if all stay as they are."""
+    matrices: tuple[MatricesTarget, ...] = ()
 
     @property
     def generated(self) -> dict[str, bytes]:
         """Small files made here: config.json and the index, which is megabytes and not kept."""
-        return {CONFIG: self.config, INDEX: b"".join(_index(self.layers, self.dense))}
+        return {CONFIG: self.config, INDEX: b"".join(_index(self.layers, self.dense, self.matrices))}
 
     @property
     def dispositions(self) -> tuple[Disposition, ...]:
@@ -144,7 +150,7 @@ class Plan:
         """Length in bytes of every file of the container but manifest.json and experts.parquet."""
         sizes = {CONFIG: len(self.config), INDEX: self.index_bytes}
         sizes |= {f.name: f.nbytes for f in self.side_files if f.rule is None}
-        sizes |= {t.name: t.nbytes for t in self.dense}
+        sizes |= {t.name: t.nbytes for t in self.dense} | {t.name: t.nbytes for t in self.matrices}
         sizes[RECORDS] = DIGEST_BYTES * sum(t.header.count for t in self.layers)
         for target in self.layers:
             sizes[target.name] = target.nbytes
@@ -157,6 +163,7 @@ class Plan:
         """Bytes that will be read from the source."""
         tensors = self.checkpoint.tensors
         used = sum(tensors[name].nbytes for name, (fate, _, _) in self.rules.items() if fate != EXCLUDED)
+        used += sum(m.nbytes_in for t in self.matrices for m in t.matrices if m.tied)
         return used + sum(f.nbytes for f in self.side_files if f.rule is None)
 
     @property
@@ -169,6 +176,12 @@ class Plan:
     def lossless(self) -> bool:
         """Whether every expert weight survives exactly, if no matrix has to be requantised because of its data."""
         return all(_treatment(self.codec, m)[0] for t in self.layers for m in t.source.matrices())
+
+    @property
+    def dense_identity(self) -> dict[str, Any] | None:
+        """Encoding and parameters of encoded dense matrices, None if there are none: what makes another container."""
+        codec = self.dense_codec
+        return None if codec is None else {"codec": codec.name, "parameters": codec.parameters}
 
     @property
     def source_facts(self) -> dict[str, Any]:
@@ -213,21 +226,22 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
     rules_of_dense = DenseRules(checkpoint.path, checkpoint.tensors, checkpoint.config, family, codec)
     with explained(checkpoint):
         dense, fates = rules_of_dense.sort([n for n in checkpoint.tensors if n not in routed])
-    shards = _dense_targets(checkpoint, dense, header_limit)
+    division = divide(checkpoint, family, dense_codec(request.dense), dense)
+    matrix_files = matrices_targets(division, header_limit)
+    shards = _dense_targets(checkpoint, division.rest, header_limit)
     rules = _expert_rules(family, codec, found, targets, width)
     rules |= dict.fromkeys(experts.activation_scales, ACTIVATION_RULE)
-    rules |= _dense_rules(family, fates, {t.source.name: shard.name for shard in shards for t in shard.tensors})
+    home = {r.tensor.name: file.name for file in matrix_files for m in file.matrices for r in m.stored.values()}
+    home |= {t.source.name: shard.name for shard in shards for t in shard.tensors}
+    rules |= _dense_rules(family, fates, home)
+    rules |= _matrix_rules(family, division, home, rules)
     taken = (CODE,) if request.include_code else ()
     side = tuple(SideFile(f.name, f.nbytes, None) if f.rule in taken else f for f in checkpoint.side_files)
     _check_names(checkpoint, side, warnings)
     config = mtp.truthful(checkpoint, family, warnings)
-    unknown = [name for name, (fate, _, _) in rules.items() if fate == UNKNOWN]
-    if unknown:
-        first = min(unknown, key=natural)
-        warnings.append(f"{len(unknown)} tensors unknown to the family are copied as they are, first {first}")
-    contradiction = contradicted(checkpoint.config, {e.name for e, _, _ in kinds if e.plain is None})
-    if contradiction is not None and not checkpoint.container:
-        warnings.append(contradiction)
+    warnings += _remarks(checkpoint, rules, {e.name for e, _, _ in kinds if e.plain is None})
+    warnings += division.remarks(request.dense)
+    read = others_read(codec, division.encoding, (m.name for m in division.matrices), family.reads_codes)
     return Plan(
         request,
         checkpoint,
@@ -238,10 +252,23 @@ def plan_checkpoint(checkpoint: Checkpoint, request: Request, *, header_limit: i
         targets,
         shards,
         side,
-        _config(config, codec, dense, targets, family.loads_parts and layers is None),
-        sum(map(len, _index(targets, shards))),
+        _config(config, codec, division, targets, (family.loads_parts and layers is None, read)),
+        sum(map(len, _index(targets, shards, matrix_files))),
         (*checkpoint.warnings, *warnings),
+        division.encoding,
+        matrix_files,
     )
+
+
+def _remarks(checkpoint: Checkpoint, rules: Mapping[str, Rule], codes: set[str]) -> Iterator[str]:
+    """What to tell of tensors that no rule knows, and of a config that contradicts the experts, whose encodings but
+    plain floats are `codes`."""
+    unknown = [name for name, (fate, _, _) in rules.items() if fate == UNKNOWN]
+    if unknown:
+        yield f"{len(unknown)} tensors unknown to the family are copied as they are, first {min(unknown, key=natural)}"
+    contradiction = contradicted(checkpoint.config, codes)
+    if contradiction is not None and not checkpoint.container:
+        yield contradiction
 
 
 def _check_names(checkpoint: Checkpoint, side: tuple[SideFile, ...], warnings: list[str]) -> None:
@@ -336,6 +363,19 @@ def _dense_rules(family: Family, fates: dict[str, str], home: dict[str, str]) ->
     return rules
 
 
+def _matrix_rules(family: Family, division: Division, home: dict[str, str], rules: dict[str, Rule]) -> dict[str, Rule]:
+    """What `--dense` changes in the rules: of what is encoded, of tables that are too, of what stays for a reason."""
+    changed: dict[str, Rule] = {
+        name: (CONVERTED, f"{family.name}: dense matrix, {words}", home[name]) for name, words in division.rules.items()
+    }
+    also = {m.tensor.name: f"also encoded as {m.name}" for m in division.matrices if m.tied}
+    also |= {name: f"not encoded: {reason}" for name, reason in division.stay.items()}
+    for name, words in also.items():
+        fate, rule, target = rules[name]
+        changed[name] = (fate, f"{rule}; {words}", target)
+    return changed
+
+
 def _expert_rules(
     family: Family, codec: Codec, found: list[LayerSource], targets: tuple[LayerTarget, ...], width: int
 ) -> dict[str, Rule]:
@@ -393,7 +433,7 @@ def _header_room(tensor: DenseTensor) -> int:
     return len(build_header([entry], {}, 1, 1 << 62)) - len(build_header([], {}, 1))
 
 
-def _dense_targets(checkpoint: Checkpoint, dense: list[DenseTensor], header_limit: int) -> tuple[DenseTarget, ...]:
+def _dense_targets(checkpoint: Checkpoint, dense: Iterable[DenseTensor], header_limit: int) -> tuple[DenseTarget, ...]:
     """Shards filled in natural order of names; within one, wider elements first so that all stay aligned.
 
     A shard is full when the next tensor has no room in its data or its header. Nothing depends on how the source was
@@ -430,23 +470,32 @@ def _width(dtype: str) -> int:
 
 
 def _config(
-    config: dict[str, Any], codec: Codec, dense: list[DenseTensor], targets: tuple[LayerTarget, ...], loadable: bool
+    config: dict[str, Any],
+    codec: Codec,
+    division: Division,
+    targets: tuple[LayerTarget, ...],
+    loadable: tuple[bool, bool],
 ) -> bytes:
-    """config.json with a truthful quantization_config."""
-    dense_shapes = ((t.name, t.dtype, t.shape) for t in dense)
-    facts = config_facts(dense_shapes, (t.source.shape for t in targets), targets[0].header.part_names)
-    config = config_with(config, stated_config(codec, facts, loadable), codec.config_keys)
+    """config.json with a truthful quantization_config; `loadable`: whether others find the experts, and read the dense
+    matrices."""
+    shapes = [(t.name, t.dtype, t.shape) for t in division.rest]
+    if division.encoding is not None and loadable[1]:
+        shapes += encoded_facts(division.encoding, ((m.name, m.rows, m.columns) for m in division.matrices))
+    facts = config_facts(shapes, (t.source.shape for t in targets), targets[0].header.part_names)
+    config = config_with(config, stated_config(codec, facts, all(loadable)), codec.config_keys)
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> Iterator[bytes]:
+def _index(
+    targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...], matrices: tuple[MatricesTarget, ...]
+) -> Iterator[bytes]:
     """The pieces of the index: every tensor but pads and sidecars.
 
     Line by line: of tens of thousands of names a JSON library makes several times as many pieces before it joins them.
     """
     weight_map: dict[str, str] = {}
     total = 0
-    for name, file, size in _indexed(targets, shards):
+    for name, file, size in _indexed(targets, shards, matrices):
         weight_map[name] = file
         total += size
     quoted = partial(json.dumps, ensure_ascii=False)
@@ -458,10 +507,16 @@ def _index(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) ->
     yield b"\n  }\n}\n"
 
 
-def _indexed(targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...]) -> Iterator[tuple[str, str, int]]:
+def _indexed(
+    targets: tuple[LayerTarget, ...], shards: tuple[DenseTarget, ...], matrices: tuple[MatricesTarget, ...]
+) -> Iterator[tuple[str, str, int]]:
     for shard in shards:
         for tensor in shard.tensors:
             yield tensor.name, shard.name, tensor.nbytes
+    for held in matrices:
+        for matrix, record in held.records():
+            for stored in record.stored:
+                yield f"{matrix.name}.{stored.suffix}", held.name, stored.nbytes
     for target in targets:
         header = target.header
         for slot in record_layout(header.codec, header.shape).slots:

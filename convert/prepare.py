@@ -35,6 +35,7 @@ from pagestone.convert.publish import (
     was_container,
 )
 from pagestone.convert.unchanged import require_unchanged, small_digests, used_stamps
+from pagestone.formats.dense_matrices import DenseEncoding, DenseMatrix
 from pagestone.formats.digests import digest
 from pagestone.formats.errors import DataError, MachineError, PagestoneError, RequestError
 from pagestone.formats.layout import CODES, PARTS, tensor_name
@@ -148,11 +149,13 @@ def _convert(
     replace = is_there(output / MANIFEST) or is_there(output / PARTIAL / REPLACED)  # then it was asked for: --force
     missing = [p for p in (output, *output.parents) if not p.exists()]
     experts = {t.name: t.header.count for t in plan.layers}
+    dense = {t.name: len(t.matrices) for t in plan.matrices}
+    files = {n: (size, experts.get(n, 0), dense.get(n, 0)) for n, size in plan.files.items()}
     with open_work(output) as work:
         fresh = not is_there(work.file(JOURNAL))
         try:
             with machine_errors(output, "starting the conversion"):
-                work.begin(job, {n: (size, experts.get(n, 0)) for n, size in plan.files.items()}, force=force)
+                work.begin(job, files, force=force)
             preflight(plan, work)
         except PagestoneError:
             if fresh and not is_there(work.file(REPLACED)):
@@ -212,6 +215,7 @@ def _differences(old: Manifest, plan: Plan) -> list[str]:
         "codec parameters": (dict(old.parameters), plan.codec.parameters),
         "source": (old.source.get("fingerprint"), plan.checkpoint.fingerprint),
         "--layers": (old.partial, plan.partial),
+        "--dense": (None if old.dense is None else old.dense.identity, plan.dense_identity),
     }
     differing = [name for name, (have, want) in pairs.items() if have != want]
     if not differing:
@@ -291,7 +295,21 @@ def assemble(plan: Plan, work: WorkDirectory, *, sha256: bool) -> Manifest:
         files=files,
         include_code=plan.request.include_code,
         merge_unlisted=plan.request.merge_unlisted,
+        dense=dense_encoding(plan, work.finished),
     )
+
+
+def dense_encoding(plan: Plan, finished: Mapping[str, FinishedFile]) -> DenseEncoding | None:
+    """What the manifest says of encoded dense matrices; None if there are none."""
+    codec = plan.dense_codec
+    if codec is None:
+        return None
+    matrices = tuple(
+        DenseMatrix(matrix.name, target.name, matrix.rows, matrix.columns, *sums)
+        for target in plan.matrices
+        for matrix, sums in zip(target.matrices, finished[target.name].matrices, strict=True)
+    )
+    return DenseEncoding(codec.name, codec.parameters, matrices)
 
 
 def _sha256(path: Path) -> bytes:

@@ -98,10 +98,11 @@ class WorkDirectory:
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def begin(self, identity: Mapping[str, Any], files: Mapping[str, tuple[int, int]], *, force: bool) -> None:
+    def begin(self, identity: Mapping[str, Any], files: Mapping[str, tuple[int, int, int]], *, force: bool) -> None:
         """Start the job described by `identity`, or continue it where the journal says it stopped.
 
-        `files` is what the job makes: (length, number of records) by name; no other finished file is believed. Raises
+        `files` is what the job makes: (length, number of records, number of encoded dense matrices) by name; no other
+        finished file is believed. Raises
         `RequestError` naming what differs if the journal belongs to another job, `DataError` if it is damaged; `force`
         discards that job.
         """
@@ -112,7 +113,7 @@ class WorkDirectory:
         self._journal = open_own(self.file(JOURNAL), os.O_WRONLY | os.O_APPEND)
         if begun is not None:
             for entry in entries:
-                fits = files.get(entry.name) == (entry.nbytes, len(entry.records))
+                fits = files.get(entry.name) == (entry.nbytes, len(entry.records), len(entry.matrices))
                 if fits and is_intact(self.file(entry.name), entry):
                     self.finished[entry.name] = entry
             # what was half done is done again, and must not take the space for it meanwhile

@@ -56,15 +56,24 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
 
 
-def container_id(files: Mapping[str, bytes], codec: str, parameters: Mapping[str, Any], spec_version: str) -> bytes:
+def container_id(
+    files: Mapping[str, bytes],
+    codec: str,
+    parameters: Mapping[str, Any],
+    spec_version: str,
+    dense: Mapping[str, Any] | None = None,
+) -> bytes:
     """The identity of a container's contents (16 bytes).
 
     Over `name 0x00 digest` of every file but manifest.json and experts.parquet in byte order of names, then codec,
-    parameters and spec version as canonical JSON. Nothing in it carries a time, a path or a library version.
+    parameters, spec version and, where dense matrices are encoded, codec and parameters of these (`dense`) as canonical
+    JSON. Nothing in it carries a time, a path or a library version.
     """
     hasher = Hasher()
     for name in sorted(files, key=lambda n: n.encode("utf-8")):
         hasher.update(name.encode("utf-8") + b"\0" + files[name])
-    identity = {"codec": codec, "parameters": dict(parameters), "spec_version": spec_version}
+    identity: dict[str, Any] = {"codec": codec, "parameters": dict(parameters), "spec_version": spec_version}
+    if dense is not None:
+        identity["dense"] = dict(dense)
     hasher.update(canonical_json(identity))
     return hasher.digest()

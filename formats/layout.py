@@ -24,6 +24,8 @@ PART_NAMES = ("gate_proj", "up_proj", "down_proj")
 CODES, BIAS, PADS = "codes", "bias", ("pad_a", "pad")
 """The role every matrix has; that of an expert's own bias, which no encoding stores; the names of what is between."""
 RECORD, BESIDE = "record", "beside"
+WHOLE = "matrix"
+"""The part of every slot of a dense matrix's record but pads: there is one matrix."""
 PLACES = (RECORD, BESIDE)
 """Where a stored tensor lies: in its expert's record, or in the layer's sidecar, which streaming can do without."""
 
@@ -222,3 +224,65 @@ def layer_entries(
         for slot in record.slots:
             begin = base + slot.offset
             yield tensor_name(prefix, expert, part_names, slot), slot.dtype, slot.shape, begin, begin + slot.nbytes
+
+
+# -- dense matrices --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRecord:
+    """One dense matrix's record: its slots in order of offset, without holes, and its length, a multiple of `PAGE`."""
+
+    rows: int
+    columns: int
+    slots: tuple[Slot, ...]
+    nbytes: int
+
+    def slot(self, role: str) -> Slot:
+        """The slot of one role; KeyError if no such tensor is stored."""
+        for slot in self.slots:
+            if slot.part is not None and slot.role == role:
+                return slot
+        raise KeyError(role)
+
+    @property
+    def stored(self) -> tuple[Slot, ...]:
+        """The slots of the encoding's roles, in its order: all but pads."""
+        return tuple(slot for slot in self.slots if slot.part is not None)
+
+
+def matrix_record(encoding: MatrixFormat, rows: int, columns: int) -> MatrixRecord:
+    """The record of a dense matrix: codes, pad_a to 64, all other roles in the encoding's order, pad to 4096.
+
+    What lies beside an expert's record lies in this one: a dense matrix is in memory whole. Pads are absent when empty;
+    pad_a is also absent when no other role follows. Raises `LayoutError` (E0611) for an encoding whose roles are not
+    what `Role` promises, and what the encoding raises for a shape it cannot hold.
+    """
+    roles = encoding.roles(rows, columns)
+    names, suffixes = ([*(getattr(r, what) for r in roles), *PADS] for what in ("name", "suffix"))
+    if names[0] != CODES or len({*names}) < len(names) or len({*suffixes}) < len(suffixes):
+        raise LayoutError(
+            f"codes, then other roles, each once, expected from an encoding; found {', '.join(r.name for r in roles)}",
+            code="E0611",
+            remedy="mend the encoding: a tensor no file has room for would be lost",
+        )
+    slots: list[Slot] = []
+    offset = 0
+    for number, role in enumerate(roles):
+        pad = align_up(offset, CODES_END) - offset if number == 1 else 0
+        if pad:
+            slots.append(Slot(None, PADS[0], PADS[0], "U8", (pad,), offset, pad))
+        offset += pad
+        slots.append(Slot(WHOLE, role.name, role.suffix, role.dtype, role.shape, offset, role.nbytes))
+        offset += role.nbytes
+    pad = align_up(offset, PAGE) - offset
+    if pad:
+        slots.append(Slot(None, PADS[1], PADS[1], "U8", (pad,), offset, pad))
+    return MatrixRecord(rows, columns, tuple(slots), offset + pad)
+
+
+def matrix_entries(record: MatrixRecord, name: str, base: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+    """(name, dtype, shape, begin, end) of every tensor of the dense matrix `name` whose record begins at `base`."""
+    for slot in record.slots:
+        begin = base + slot.offset
+        yield f"{name}.{slot.suffix}", slot.dtype, slot.shape, begin, begin + slot.nbytes

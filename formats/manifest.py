@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.formats import strict_json
+from pagestone.formats.dense_matrices import FILE_NAME, DenseEncoding, DenseMatrix, dense_problem, float_of
 from pagestone.formats.digests import canonical_json, container_id, digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import BLOCKS, SPEC_VERSION, layer_file_name, other_version, sidecar_name
@@ -59,7 +60,7 @@ class Manifest:
     about where the weights came from (family, fingerprint, element types), none of them a path or a time. Nobody may
     need them: they may be absent, or anything that canonical JSON can hold. `include_code` and `merge_unlisted` are
     what else was asked for: with codec, parameters and `partial` they are the request, from which the same source is
-    planned again.
+    planned again. `dense` says which dense matrices are encoded, and how; None if all are as in the source.
     """
 
     codec: str
@@ -71,12 +72,14 @@ class Manifest:
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     include_code: bool = False
     merge_unlisted: bool = False
+    dense: DenseEncoding | None = None
 
     @property
     def container_id(self) -> str:
         """Identity of the contents, 32 hexadecimal digits; see `digests.container_id`."""
         files = {name: f.xxh3 for name, f in self.files.items() if name not in NOT_IN_ID}
-        return container_id(files, self.codec, self.parameters, SPEC_VERSION).hex()
+        dense = None if self.dense is None else self.dense.identity
+        return container_id(files, self.codec, self.parameters, SPEC_VERSION, dense).hex()
 
     def records(self, raw: bytes) -> dict[str, tuple[bytes, ...]]:
         """The digests in the bytes of records.xxh3, by layer file; `ValueError` if they are not one a record."""
@@ -113,6 +116,8 @@ class Manifest:
             },
             "container_id": self.container_id,
         }
+        if self.dense is not None:
+            table["dense"] = self.dense.table()
         table["digest"] = digest(canonical_json(table)).hex()
         return canonical_json(table)
 
@@ -153,13 +158,10 @@ def read_manifest(path: AnyPlace) -> Manifest:
             raise fail(f"a plain file name expected, found {brief(name)}", "E0306")
     if manifest.container_id != stated:
         raise fail(f"container id {brief(stated)} stated, the files listed give {manifest.container_id}", "E0305")
-    problem = _layer_problem(manifest)
-    if problem is not None:
-        raise fail(problem, "E0308")
-    needed = DIGEST_BYTES * sum(entry.experts for entry in manifest.layers)
-    listed = manifest.files[RECORDS].nbytes if RECORDS in manifest.files else "none"
-    if listed != needed:
-        raise fail(f"{RECORDS} of {needed} bytes expected among the files, found {listed}", "E0316")
+    for judge, code in ((_layer_problem, "E0308"), (_records_problem, "E0316"), (_dense_problem, "E0340")):
+        problem = judge(manifest)
+        if problem is not None:
+            raise fail(problem, code)
     if manifest.to_bytes() != raw:
         raise fail("canonical JSON of exactly the fields specified expected, found other bytes", "E0307")
     return manifest
@@ -236,7 +238,50 @@ def _manifest(table: Any) -> Manifest:
             for entry in _typed(table, "layers", list)
         ),
         files=files,
+        dense=_dense(_typed(table, "dense", dict)) if "dense" in table else None,
     )
+
+
+def _dense(table: Any) -> DenseEncoding:
+    """The field `dense` of a manifest; raises as `_manifest`."""
+    parameters = _typed(table, "parameters", dict)
+    for name in parameters:
+        _typed(parameters, name, int, str)
+    return DenseEncoding(
+        _typed(table, "codec", str),
+        parameters,
+        tuple(
+            DenseMatrix(
+                _typed(entry, "name", str),
+                _typed(entry, "file", str),
+                _typed(entry, "rows", int),
+                _typed(entry, "columns", int),
+                float_of(_typed(entry, "squared_error", str)),
+                float_of(_typed(entry, "squared_norm", str)),
+            )
+            for entry in _typed(table, "matrices", list)
+        ),
+    )
+
+
+def _records_problem(manifest: Manifest) -> str | None:
+    """What is wrong with the length of the file of records' digests; None if nothing."""
+    needed = DIGEST_BYTES * sum(entry.experts for entry in manifest.layers)
+    listed = manifest.files[RECORDS].nbytes if RECORDS in manifest.files else "none"
+    return None if listed == needed else f"{RECORDS} of {needed} bytes expected among the files, found {listed}"
+
+
+def _dense_problem(manifest: Manifest) -> str | None:
+    """What is wrong with the list of encoded dense matrices and their files; None if nothing."""
+    listed = {name for name in manifest.files if FILE_NAME.fullmatch(name)}
+    named = set() if manifest.dense is None else {*manifest.dense.files}
+    if manifest.dense is not None:
+        problem = dense_problem(manifest.dense, {name: f.nbytes for name, f in manifest.files.items()})
+        if problem is not None:
+            return problem
+    if named != listed:
+        return f"{min(named ^ listed)} expected in both the list of encoded matrices and the list of files"
+    return None
 
 
 NAME_BYTES = 255

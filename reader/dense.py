@@ -45,8 +45,9 @@ def dense_files(container: Container) -> list[str]:
     """Names of the safetensors files that hold no routed experts."""
     manifest: Manifest = container.manifest
     layer_files = {e.file for e in manifest.layers}
-    sidecars = {sidecar_name(name) for name in layer_files}
-    return sorted(n for n in manifest.files if n.endswith(".safetensors") and n not in layer_files | sidecars)
+    others = layer_files | {sidecar_name(name) for name in layer_files}
+    others |= set() if manifest.dense is None else {*manifest.dense.files}
+    return sorted(n for n in manifest.files if n.endswith(".safetensors") and n not in others)
 
 
 def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:

@@ -78,6 +78,7 @@ class Context:
     def dense(self) -> list[str]:
         """Files of dense tensors."""
         others = {name for e in self.manifest.layers for name in (e.file, sidecar_name(e.file))}
+        others |= set() if self.manifest.dense is None else {*self.manifest.dense.files}
         return [n for n in self.manifest.files if n.endswith(".safetensors") and n not in others]
 
 

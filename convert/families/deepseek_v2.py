@@ -24,5 +24,6 @@ FAMILY = Family(
     count_fields=("n_routed_experts", "num_local_experts", "num_experts"),
     dense_layers=first_k_dense_layers,
     linears=LATENT_LINEARS + MLP_LINEARS + SHARED_LINEARS_OF_MANY,
+    encoded=LATENT_LINEARS + MLP_LINEARS + SHARED_LINEARS_OF_MANY,
     known=(*OUTER, *in_layers(NORMS, LATENT_ATTENTION, DENSE_MLP, SHARED_EXPERTS, r"mlp\.gate\.weight")),
 )

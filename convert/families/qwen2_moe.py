@@ -5,4 +5,9 @@ from __future__ import annotations
 from pagestone.convert.families.qwen3_moe import FAMILY as QWEN3_MOE
 from pagestone.convert.family import SHARED_EXPERT, SHARED_LINEARS, in_layers
 
-FAMILY = QWEN3_MOE.like("qwen2_moe", more=in_layers(SHARED_EXPERT), linears=QWEN3_MOE.linears + SHARED_LINEARS)
+FAMILY = QWEN3_MOE.like(
+    "qwen2_moe",
+    more=in_layers(SHARED_EXPERT),
+    linears=QWEN3_MOE.linears + SHARED_LINEARS,
+    encoded=QWEN3_MOE.encoded + SHARED_LINEARS,
+)

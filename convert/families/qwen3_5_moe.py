@@ -16,4 +16,5 @@ FAMILY = QWEN2_MOE.like(
     "qwen3_5_moe_text",
     more=(*in_layers(LINEAR), *MTP, VISION),
     linears=QWEN2_MOE.linears + LINEAR_LINEARS,
+    encoded=QWEN2_MOE.encoded + ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"),
 )

@@ -21,5 +21,6 @@ FAMILY = Family(
     fused=Fused(),
     dense_layers=sparse_step_dense_layers,
     linears=ATTENTION_LINEARS + MLP_LINEARS,
+    encoded=ATTENTION_LINEARS + MLP_LINEARS,
     known=(*OUTER, *in_layers(NORMS, ATTENTION, r"mlp\.gate\.weight", DENSE_MLP)),
 )

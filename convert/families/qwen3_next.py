@@ -12,4 +12,9 @@ MTP = (
     rf"mtp\.layers\.\d+\.({NORMS}|{ATTENTION}|{SHARED_EXPERT})",
 )
 
-FAMILY = QWEN2_MOE.like("qwen3_next", more=(*in_layers(LINEAR), *MTP), linears=QWEN2_MOE.linears + LINEAR_LINEARS)
+FAMILY = QWEN2_MOE.like(
+    "qwen3_next",
+    more=(*in_layers(LINEAR), *MTP),
+    linears=QWEN2_MOE.linears + LINEAR_LINEARS,
+    encoded=QWEN2_MOE.encoded + ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
+)

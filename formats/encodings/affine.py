@@ -152,6 +152,10 @@ class Affine(Codec):
                 )
                 yield Problem.at(bad, role, f"a {role[:-1]} of {values[row, column]}", text)
 
+    def describes_dense(self, dense: Codec, codes_read: bool) -> bool:
+        """MLX takes every module that has scales for codes of these parameters."""
+        return dense == self
+
     def quantization_config(self, facts: ConfigFacts) -> dict[str, Any]:
         # MLX's words, and no `quant_method`: without it transformers raises, with an unknown one it loads the codes.
         return {"group_size": self.group_size, "bits": self.bits, "mode": "affine"}

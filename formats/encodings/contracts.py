@@ -321,6 +321,11 @@ class Telling(Layout):
         """Whether a dense matrix stored and named so stays as it is, because this codec's config describes it."""
         return False
 
+    def describes_dense(self, dense: Codec, codes_read: bool) -> bool:
+        """Whether this codec's config describes dense matrices encoded in `dense` as well, so that others read right
+        weights or raise without a further word. `codes_read`: all of them are modules that others read as codes."""
+        return False
+
 
 class Codec(Reading, Writing, Multiplying, Telling):
     """An encoding that we write: all five contracts."""

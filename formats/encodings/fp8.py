@@ -149,6 +149,10 @@ class Fp8(Codec):
             return False
         return source.block == (BLOCK, BLOCK) and source.scale_dtype in ("BF16", "F32", "F16")
 
+    def describes_dense(self, dense: Codec, codes_read: bool) -> bool:
+        """Blocks of 128 x 128 in the linear layers, under the names that experts have."""
+        return isinstance(dense, Fp8) and codes_read
+
     @property
     def as_read(self) -> Fp8Source:
         """The same arrays as a checkpoint holds them."""

@@ -434,7 +434,7 @@ def test_journal_of_other_files(source, wanted, tmp_path):
     os.truncate(output / PARTIAL / "huge", 1 << 40)
     with open_work(output) as work:
         job, *lines = map(json.loads, work.file(JOURNAL).read_text().splitlines())
-        files = {line["name"]: (line["nbytes"], len(line["records"])) for line in lines}
+        files = {line["name"]: (line["nbytes"], len(line["records"]), 0) for line in lines}
         work.begin(job, files, force=False)
         (output / PARTIAL / "huge").touch()
         os.truncate(output / PARTIAL / "huge", 1 << 40)

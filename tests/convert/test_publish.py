@@ -110,7 +110,7 @@ def test_half_done_files_give_their_space_back(source, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "preflight", lambda plan, work: seen.extend(p.name for p in work.path.iterdir()))
     with open_work(output) as work:
         job, *lines = map(json.loads, work.file(JOURNAL).read_text().splitlines())
-        work.begin(job, {line["name"]: (line["nbytes"], len(line["records"])) for line in lines}, force=False)
+        work.begin(job, {line["name"]: (line["nbytes"], len(line["records"]), 0) for line in lines}, force=False)
         preparing.preflight(None, work)
         assert set(seen) == {LOCK, JOURNAL, *work.finished} and work.finished
 

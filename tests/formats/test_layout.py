@@ -16,6 +16,7 @@ from pagestone.formats.layout import (
     LayerLayout,
     align_up,
     layer_entries,
+    matrix_record,
     record_layout,
     tensor_name,
 )
@@ -161,3 +162,27 @@ def test_align_up(value, alignment):
     """The smallest multiple that is not below."""
     up = align_up(value, alignment)
     assert up % alignment == 0 and 0 <= up - value < alignment
+
+
+@pytest.mark.parametrize(
+    ("codec", "rows", "columns", "slots", "nbytes"),
+    [
+        ("int8", 130, 70,
+         [("codes", 0, 9100), ("pad_a", 9100, 52), ("scales", 9152, 520), ("row_sums", 9672, 520),
+          ("pad", 10192, 2096)],
+         12288),
+        ("fp8", 130, 70, [("codes", 0, 9100), ("pad_a", 9100, 52), ("scales", 9152, 4), ("pad", 9156, 3132)], 12288),
+        ("q4", 128, 64, [("codes", 0, 4096), ("scales", 4096, 256), ("biases", 4352, 256), ("pad", 4608, 3584)], 8192),
+        ("bf16", 64, 32, [("codes", 0, 4096)], 4096),
+    ],
+)  # fmt: skip
+def test_a_dense_matrix(codec, rows, columns, slots, nbytes):
+    """A dense matrix's record: all roles lie in it, those that lie beside an expert's record too."""
+    record = matrix_record(encodings.get(codec), rows, columns)
+    assert [(s.role, s.offset, s.nbytes) for s in record.slots] == slots
+    assert (record.rows, record.columns, record.nbytes) == (rows, columns, nbytes)
+    assert all(s.part is None for s in record.slots if s.role.startswith("pad"))
+    assert record.slot("codes") == record.slots[0] == record.stored[0]
+    assert [s.role for s in record.stored] == [role.name for role in encodings.get(codec).roles(rows, columns)]
+    with pytest.raises(KeyError):
+        record.slot("pad")

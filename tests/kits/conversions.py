@@ -13,7 +13,7 @@ from pagestone.convert.plan import Plan, Request, make_plan
 from pagestone.formats import encodings
 from pagestone.formats.encodings import Codec
 
-ASKED = ("layers", "include_code", "merge_unlisted")
+ASKED = ("layers", "include_code", "merge_unlisted", "dense")
 """What belongs to the request; all else is how it is carried out."""
 
 
