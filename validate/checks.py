@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import DataError, PagestoneError
-from pagestone.formats.layer_file import Beside, LayerHeader, beside_of, read_layer_file, read_sidecar
+from pagestone.formats.layer_file import Beside, LayerHeader, beside_of, read_layer_file, read_sidecar, sidecar_name
 from pagestone.formats.layout import BIAS, CODES, PAGE, PARTS, LayerLayout, tensor_name
 from pagestone.formats.manifest import (
     EXPERTS_TABLE,
@@ -39,7 +39,7 @@ from pagestone.formats.manifest import (
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.formats.storage import AnyPlace, place_of
 from pagestone.formats.strict_json import brief
-from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
+from pagestone.validate.findings import ERROR, WARNING, Finding, Report, guarded, of_error
 
 Columns = dict[str, list[Any]]
 KEPT = ("file", "expert", "part", "tensor", *(name for name, _ in SUMS))
@@ -56,6 +56,46 @@ class OpenLayer:
     header: LayerHeader
     layout: LayerLayout
     beside: Beside
+
+
+@dataclass(slots=True)
+class Context:
+    """What checks share, and what earlier ones found out for later ones."""
+
+    root: Path
+    manifest: Manifest
+    codec: Codec
+    checks: tuple[Check, ...]
+    progress: Progress
+    workers: int
+    report: Report
+    layers: list[OpenLayer] = field(default_factory=list)
+    """Layer files whose tables are right."""
+    columns: Columns | None = None
+    """experts.parquet, once it is seen to be right."""
+    complete: bool = True
+    """Whether every table of tensors was read: without, nothing can be said of the index."""
+
+    @property
+    def dense(self) -> list[str]:
+        """Files of dense tensors."""
+        others = {name for e in self.manifest.layers for name in (e.file, sidecar_name(e.file))}
+        others |= set() if self.manifest.dense is None else {*self.manifest.dense.files}
+        return [n for n in self.manifest.files if n.endswith(".safetensors") and n not in others]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of a container; an error it raises is its last finding, and the next check begins.
+
+    `run` yields what it finds when its turn comes. `layer` and `record`, of those that have them, are shown every layer
+    file before its records and every record, uint8 [stride], while the check of records reads them: a container is read
+    once, whoever looks at it. `record` is called from several threads.
+    """
+
+    run: Callable[[Context], Iterator[Finding]]
+    layer: Callable[[Context, OpenLayer], Iterator[Finding]] | None = None
+    record: Callable[[Context, OpenLayer, int, Array], Iterator[Finding]] | None = None
 
 
 def read_exactly(file: AnyPlace, offset: int, nbytes: int) -> bytearray:
@@ -155,7 +195,7 @@ def stored_arrays(layer: OpenLayer, record: Array, expert: int, part: str) -> di
     return arrays | beside_of(layer.beside, expert, part)
 
 
-def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
+def check_record(_: Context, layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
     """Everything stored of one expert, biases and pads too."""
     start, name = layer.layout.record_offset(expert), layer.entry.file
     for slot in layer.layout.record.slots:
@@ -177,21 +217,15 @@ def check_record(layer: OpenLayer, expert: int, record: Array) -> Iterator[Findi
             yield Finding(ERROR, "E1005", name, f"expert {expert} {part_name}: {problem}{sidecar}", offset)
 
 
-def check_layer(
-    layer: OpenLayer,
-    manifest: Manifest,
-    recorded: tuple[bytes, ...] | None,
-    also: Callable[[OpenLayer, int, Array], list[Finding]],
-    progress: Progress,
-    workers: int,
-) -> Iterator[Finding]:
-    """Digests, codes, scales, pads and row sums of a layer file, expert by expert.
+def check_layer(context: Context, layer: OpenLayer, recorded: tuple[bytes, ...] | None) -> Iterator[Finding]:
+    """Digests of a layer file and its records, and what every check that asks for records finds in them.
 
     `recorded` are the layer's digests in records.xxh3, which name the damaged expert, if it is they that the layer's
-    digest is made from; `also` is asked about every record (the comparison with the source).
+    digest is made from.
     """
+    workers, visits = context.workers, [check.record for check in context.checks if check.record is not None]
     head = read_exactly(layer.path, 0, layer.layout.data_start)
-    wanted = manifest.files[layer.entry.file].xxh3
+    wanted = context.manifest.files[layer.entry.file].xxh3
     vouched = recorded is not None and layer_digest(head, recorded) == wanted
 
     file = place_of(layer.path, once=True)
@@ -205,12 +239,13 @@ def check_layer(
             return None, [replace(fault, message=f"expert {expert}: {fault.message}")]
         found = digest(raw)
         record = np.frombuffer(raw, np.uint8)
-        findings = list(check_record(layer, expert, record))
+        findings = []
         if recorded is not None and vouched and recorded[expert] != found:
             message = f"expert {expert}: xxh3 of its record expected {recorded[expert].hex()}, found {found.hex()}"
-            findings.insert(0, Finding(ERROR, "E1001", layer.entry.file, message, start))
-        findings += also(layer, expert, record)
-        progress(layer.layout.stride)
+            findings.append(Finding(ERROR, "E1001", layer.entry.file, message, start))
+        for visit in visits:
+            findings += visit(context, layer, expert, record)
+        context.progress(layer.layout.stride)
         return found, findings
 
     digests: list[bytes | None] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
 from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, Manifest
 from pagestone.formats.storage import PIECE, AnyPlace, Place, place_of
-from pagestone.validate.checks import Columns, OpenLayer, Progress, codec_of, read_exactly
+from pagestone.validate.checks import Check, Columns, Context, OpenLayer, Progress, codec_of, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 
 
@@ -44,7 +43,11 @@ class Comparison:
     def close(self) -> None:
         self.files.close()
 
-    def remember(self, columns: Columns) -> None:
+    def check(self) -> Check:
+        """The comparison as one check of `verify`, the last: headers, records, then everything else."""
+        return Check(self._rest, self._heads, self._expert)
+
+    def _remember(self, columns: Columns) -> None:
         """Compare the statistics of experts.parquet too, from now on."""
         keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
         values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
@@ -55,17 +58,19 @@ class Comparison:
             self.rooms[target.name] = ExpertReader.needed(target.source)
         return self.rooms[target.name]
 
-    def covers(self, file: str, expert: int) -> bool:
+    def _covers(self, file: str, expert: int) -> bool:
         """Whether this expert is to be compared."""
         return file not in self.unlike and (self.chosen is None or (file, expert) in self.chosen)
 
-    def heads(self, root: Path, layer: OpenLayer) -> Iterator[Finding]:
-        """Compare the headers of a layer file and its sidecar with those the source gives; call before `expert`."""
-        name = layer.entry.file
+    def _heads(self, context: Context, layer: OpenLayer) -> Iterator[Finding]:
+        """Compare the headers of a layer file and its sidecar with those the source gives."""
+        if context.columns is not None and not self.statistics:
+            self._remember(context.columns)
+        root, name = context.root, layer.entry.file
         target = self.targets.get(name)
         if target is None or target.header != layer.header:
             self.unlike.add(name)
-            if target is not None:  # `everything_else` reports a file the source does not give
+            if target is not None:  # `_rest` reports a file the source does not give
                 message = "the source would give a layer of another shape, codec or name"
                 yield Finding(ERROR, "E1021", name, message)
             return
@@ -76,11 +81,11 @@ class Comparison:
             if (root / file).stat().st_size < len(head) or read_exactly(root / file, 0, len(head)) != head:
                 yield Finding(ERROR, "E1027", file, "its header is not what the source gives")
 
-    def expert(self, layer: OpenLayer, expert: int, record: Array) -> list[Finding]:
+    def _expert(self, _context: Context, layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
         """Compare one record, its row sums and its recorded statistics with the source."""
         name = layer.entry.file
-        if not self.covers(name, expert):
-            return []
+        if not self._covers(name, expert):
+            return
         target = self.targets[name]
         try:
             reader = ExpertReader(self.files, self._room(target))
@@ -88,16 +93,17 @@ class Comparison:
             again = memoryview(bytearray(layer.layout.stride))
             encoded = encode_expert(layer.header.codec, layer.layout.record, matrices, again)
         except PagestoneError as error:
-            return [of_error(error, name)]
+            yield of_error(error, name)
+            return
         self.requantised += encoded.notes[REQUANTISED]
-        findings = list(self._bytes(layer, expert, record, np.frombuffer(again, np.uint8)))
+        yield from self._bytes(layer, expert, record, np.frombuffer(again, np.uint8))
         for part in PARTS:
             for role, have in beside_of(layer.beside, expert, part).items():
                 want = encoded.beside[part][role]
                 for place in np.argwhere(have != want)[:1].tolist():
                     at = tuple(place)
                     message = f"expert {expert} {part} row {place[0]}: {role} {want[at]} expected, found {have[at]}"
-                    findings.append(Finding(ERROR, "E1023", str(layer.entry.sidecar), message))
+                    yield Finding(ERROR, "E1023", str(layer.entry.sidecar), message)
         for part in PARTS:
             recorded = self.statistics.get((name, expert, part))
             again_stats = (encoded.stats[part].squared_error, encoded.stats[part].squared_norm)
@@ -105,8 +111,7 @@ class Comparison:
                 message = (
                     f"{name} expert {expert} {part}: squared error and norm {again_stats} expected, found {recorded}"
                 )
-                findings.append(Finding(ERROR, "E1024", EXPERTS_TABLE, message))
-        return findings
+                yield Finding(ERROR, "E1024", EXPERTS_TABLE, message)
 
     @staticmethod
     def _bytes(layer: OpenLayer, expert: int, have: Array, want: Array) -> Iterator[Finding]:
@@ -122,8 +127,12 @@ class Comparison:
         )
         yield Finding(ERROR, "E1022", layer.entry.file, message, layer.layout.record_offset(expert) + first)
 
-    def everything_else(self, root: Path, manifest: Manifest, progress: Progress) -> Iterator[Finding]:
+    def _rest(self, context: Context) -> Iterator[Finding]:
         """Compare dense tensors, side files, config and index with the source, byte for byte."""
+        root, manifest, progress = context.root, context.manifest, context.progress
+        for layer in context.layers:
+            compared = sum(self._covers(layer.entry.file, expert) for expert in range(layer.header.count))
+            context.report.count("experts compared with the source", compared)
         yield from self._facts(manifest)
         wanted = self.plan.files
         for name in sorted(wanted.keys() - manifest.files.keys()):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
 from pagestone.formats.directories import directory
-from pagestone.formats.dtypes import Array
-from pagestone.formats.encodings import Codec
 from pagestone.formats.errors import PagestoneError
-from pagestone.formats.layer_file import sidecar_name
-from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, Manifest, no_container, read_manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, no_container, read_manifest
 from pagestone.formats.storage import AnyPlace
 from pagestone.validate import checks
+from pagestone.validate.checks import Check, Context
 from pagestone.validate.dense import check_dense_tensors
 from pagestone.validate.findings import ABSENT, Finding, Report, guarded, of_error
-from pagestone.validate.source import Comparison, compare_with
+from pagestone.validate.source import compare_with
 
 
 def verify(
@@ -46,44 +44,15 @@ def verify(
     report.count("files")  # the manifest itself, which its own digest vouches for
     # the source first: where it cannot be opened, nothing that was found is lost
     comparison = None if source is None else compare_with(source, manifest, sample)
-    context = Context(root, manifest, codec, comparison, progress, workers, report)
+    every = CHECKS if comparison is None else (*CHECKS, comparison.check())
+    context = Context(root, manifest, codec, every, progress, workers, report)
     try:
-        for check in CHECKS:
-            report.add(guarded(check(context), root.name))
+        for check in every:
+            report.add(guarded(check.run(context), root.name))
     finally:
         if comparison is not None:
             comparison.close()
     return report
-
-
-@dataclass(slots=True)
-class Context:
-    """What checks share, and what earlier ones found out for later ones."""
-
-    root: Path
-    manifest: Manifest
-    codec: Codec
-    comparison: Comparison | None
-    progress: checks.Progress
-    workers: int
-    report: Report
-    layers: list[checks.OpenLayer] = field(default_factory=list)
-    """Layer files whose tables are right."""
-    columns: checks.Columns | None = None
-    """experts.parquet, once it is seen to be right."""
-    complete: bool = True
-    """Whether every table of tensors was read: without, nothing can be said of the index."""
-
-    @property
-    def dense(self) -> list[str]:
-        """Files of dense tensors."""
-        others = {name for e in self.manifest.layers for name in (e.file, sidecar_name(e.file))}
-        others |= set() if self.manifest.dense is None else {*self.manifest.dense.files}
-        return [n for n in self.manifest.files if n.endswith(".safetensors") and n not in others]
-
-
-Check = Callable[[Context], Iterator[Finding]]
-"""A check yields what it finds; an error it raises is its last finding, and the next check begins."""
 
 
 def _presence(context: Context) -> Iterator[Finding]:
@@ -106,8 +75,6 @@ def _experts(context: Context) -> Iterator[Finding]:
     if context.complete and (context.root / EXPERTS_TABLE).is_file():
         context.columns, findings = checks.check_experts(context.root, context.layers)
         yield from findings
-    if context.columns is not None and context.comparison is not None:
-        context.comparison.remember(context.columns)
 
 
 def _digests(context: Context) -> Iterator[Finding]:
@@ -127,7 +94,7 @@ def _digest(context: Context, name: str, is_layer: bool) -> Iterator[Finding]:
 
 
 def _records(context: Context) -> Iterator[Finding]:
-    """The contents of every layer, and with a source what it encodes to."""
+    """Digests of every layer and its records, each read once and shown to all checks that ask for records."""
     recorded: dict[str, tuple[bytes, ...]] = {}
     try:
         recorded = context.manifest.records((context.root / RECORDS).read_bytes())
@@ -139,26 +106,17 @@ def _records(context: Context) -> Iterator[Finding]:
 
 
 def _layer(context: Context, layer: checks.OpenLayer, recorded: tuple[bytes, ...] | None) -> Iterator[Finding]:
-    comparison, name = context.comparison, layer.entry.file
     try:
         layer = replace(layer, beside=checks.sidecar_arrays(context.root, layer))
     except (PagestoneError, OSError) as error:
         yield of_error(error, str(layer.entry.sidecar))
-
-    def against_source(layer: checks.OpenLayer, expert: int, record: Array) -> list[Finding]:
-        return [] if comparison is None else comparison.expert(layer, expert, record)
-
-    if comparison is not None:
-        yield from guarded(comparison.heads(context.root, layer), name)
-    yield from guarded(
-        checks.check_layer(layer, context.manifest, recorded, against_source, context.progress, context.workers), name
-    )
+    for check in context.checks:
+        if check.layer is not None:
+            yield from guarded(check.layer(context, layer), layer.entry.file)
+    yield from guarded(checks.check_layer(context, layer, recorded), layer.entry.file)
     context.report.count("files")
     context.report.count("layers")
     context.report.count("experts", layer.header.count)
-    if comparison is not None:
-        compared = sum(comparison.covers(name, e) for e in range(layer.header.count))
-        context.report.count("experts compared with the source", compared)
 
 
 def _dense_tensors(context: Context) -> Iterator[Finding]:
@@ -187,13 +145,8 @@ def _zeros(context: Context) -> Iterator[Finding]:
         yield from checks.check_zeros(context.root, context.columns, context.layers, context.dense)
 
 
-def _rest_of_source(context: Context) -> Iterator[Finding]:
-    if context.comparison is not None:
-        yield from context.comparison.everything_else(context.root, context.manifest, context.progress)
-
-
-CHECKS: tuple[Check, ...] = (
-    _presence, _tables, _experts, _digests, _records, _dense_tensors, _dense_tables, _index, _config, _zeros,
-    _rest_of_source,
+CHECKS = (
+    Check(_presence), Check(_tables), Check(_experts), Check(_digests), Check(_records, record=checks.check_record),
+    Check(_dense_tensors), Check(_dense_tables), Check(_index), Check(_config), Check(_zeros),
 )  # fmt: skip
-"""In the order in which a fault is easiest to understand."""
+"""In the order in which a fault is easiest to understand; the comparison with a source comes last, if there is one."""

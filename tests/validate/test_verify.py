@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +22,9 @@ from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import read_manifest
 from pagestone.reader.container import Layer, open_container
+from pagestone.validate import checks
+from pagestone.validate import verify as verifying
+from pagestone.validate.checks import Check, Context, OpenLayer
 from pagestone.validate.findings import Finding
 from pagestone.validate.verify import verify
 
@@ -595,6 +598,50 @@ def test_the_same_weights_in_other_shards_are_no_error(container, source, tmp_pa
     (other / "model.safetensors").write_bytes(padded)
     report = verify(container, source=other)
     assert [f.code for f in report.findings] == ["W1030"] and report.exit_code == 0
+
+
+# -- checks as data ----------------------------------------------------------------------------------------------------
+
+
+def test_a_check_is_shown_every_record_once(container, source, monkeypatch):
+    """A check that asks for layers and records gets each once, and no record is read again for it."""
+    seen, reads = [], []
+    real = checks.read_exactly
+
+    def read(file: Path, offset: int, nbytes: int) -> bytearray:
+        reads.append((str(file), offset))
+        return real(file, offset, nbytes)
+
+    def layer(context: Context, shown: OpenLayer) -> Iterator[Finding]:
+        seen.append((shown.entry.file, None, len(context.layers)))
+        yield Finding("warning", "W0", shown.entry.file, "seen")
+
+    def record(context: Context, shown: OpenLayer, expert: int, record: np.ndarray) -> Iterator[Finding]:
+        seen.append((shown.entry.file, expert, record.nbytes))
+        yield Finding("warning", "W1", shown.entry.file, f"expert {expert}")
+
+    def last(context: Context) -> Iterator[Finding]:
+        yield Finding("warning", "W2", "", "last")
+
+    own = Check(last, layer, record)
+    monkeypatch.setattr(verifying, "CHECKS", (*verifying.CHECKS, own))
+    monkeypatch.setattr(checks, "read_exactly", read)
+    report = verify(container, source=source)
+    stride = open_container(container).layers[0].stride
+    assert sorted(seen, key=str) == sorted(
+        [(f, None, 2) for f in (LAYER, MTP)] + [(f, e, stride) for f in (LAYER, MTP) for e in range(3)], key=str
+    )
+    assert [f.code for f in report.findings] == ["W0", "W1", "W1", "W1"] * 2 + ["W2"]
+    starts = [at for file, at in reads if file.endswith((LAYER, MTP)) and at > 0]
+    assert len(starts) == 6
+    assert list(report.counts) == ["files", "layers", "experts", "experts compared with the source"]
+    assert report.counts["experts compared with the source"] == 6
+
+
+def test_the_comparison_is_one_check(container, source):
+    """None of the list knows of a source: without one nothing is compared, and nothing counted as compared."""
+    assert "experts compared with the source" not in verify(container).counts
+    assert verify(container, source=source, sample=2).counts["experts compared with the source"] == 2
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
