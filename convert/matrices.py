@@ -19,7 +19,7 @@ from pagestone.convert.family import TABLES, Family, depth_of
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.sources import Range, rows_of, whole
 from pagestone.formats import encodings
-from pagestone.formats.dense_matrices import ENCODED, KEEP, matrices_file_name, matrices_head
+from pagestone.formats.dense_matrices import ENCODED, KEEP, bands, matrices_file_name, matrices_head
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.encodings import Claim, Codec, EncodeStats, Reading
 from pagestone.formats.errors import DataError, LayoutError, NonFiniteError, RequestError
@@ -29,8 +29,6 @@ from pagestone.formats.text import natural
 
 MATRICES_FILE = 512 << 20
 """Bytes: encoded matrices fill files up to this size (a larger one has its own), so that workers share them."""
-BAND = 128
-"""Rows that are encoded at once: of no encoding does a block cross them, and the two sums are taken band by band."""
 FEWEST_ROWS = 128
 """A matrix of fewer rows is some gate, whatever it is called."""
 ENTRY_ROOM = 512
@@ -273,13 +271,12 @@ class MatrixEncoder:
         matrix = self._matrix
         others = {role: self._read(r, None) for role, r in matrix.stored.items() if role != CODES}
         extra = sum(array.nbytes for array in others.values())
-        for first in range(0, matrix.rows, BAND):
-            count = min(BAND, matrix.rows - first)
+        for first, count, place in bands(self._encoding, matrix.rows, matrix.columns):
             codes = rows_of(matrix.stored[CODES], slice(first, first + count))
             source, cut = matrix.source.window(matrix.rows, matrix.columns, first, count)
             stored = {role: array[cut[role]] for role, array in others.items()}
             stored[CODES] = self._read(codes, buffer)
-            yield self._band(source, stored, first, count), codes.nbytes + extra
+            yield self._band(source, stored, first, count, place), codes.nbytes + extra
             extra = 0
         for slot in self._record.slots:
             if slot.part is None:
@@ -293,14 +290,14 @@ class MatrixEncoder:
         self._files.read_into(at.tensor.file, at.offset, data)
         return np.frombuffer(data, VIEWS[at.tensor.dtype]).reshape(at.shape)
 
-    def _band(self, source: Reading, stored: dict[str, Array], first: int, count: int) -> memoryview:
+    def _band(
+        self, source: Reading, stored: dict[str, Array], first: int, count: int, place: Mapping[str, slice]
+    ) -> memoryview:
         """Encode `count` rows from row `first`: their codes; the other roles go where they are kept."""
         encoding, columns = self._encoding, self._matrix.columns
-        before, own = encoding.roles(first, columns), encoding.roles(count, columns)
-        codes = np.empty(own[0].shape, VIEWS[own[0].dtype])
-        out = {CODES: codes}
-        for above, role in zip(before[1:], own[1:], strict=True):
-            out[role.name] = self._kept[role.name][above.shape[0] : above.shape[0] + role.shape[0]]
+        own = encoding.roles(count, columns)[0]
+        codes = np.empty(own.shape, VIEWS[own.dtype])
+        out = {role: array[place[role]] for role, array in self._kept.items()} | {CODES: codes}
         try:
             stats, _ = encoding.write(stored, source, count, columns, out)
         except NonFiniteError as error:

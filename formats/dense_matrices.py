@@ -86,6 +86,21 @@ class DenseEncoding:
         }  # fmt: skip
 
 
+BAND = 128
+"""Rows encoded and checked at once: of no encoding does a block cross them, and sums are taken band by band."""
+
+
+def bands(encoding: Codec, rows: int, columns: int) -> Iterator[tuple[int, int, dict[str, slice]]]:
+    """(first row, number of rows, rows of every role's array) of each band of a matrix, in order.
+
+    A band of a stored matrix is a stored matrix itself.
+    """
+    for first in range(0, rows, BAND):
+        count = min(BAND, rows - first)
+        pairs = zip(encoding.roles(first, columns), encoding.roles(count, columns), strict=True)
+        yield first, count, {role.name: slice(above.shape[0], above.shape[0] + role.shape[0]) for above, role in pairs}
+
+
 def float_text(value: float) -> str:
     """A float64 as 16 hexadecimal digits, sign first: canonical JSON holds no fractions."""
     return struct.pack(">d", value).hex()

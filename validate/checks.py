@@ -6,7 +6,7 @@ Everything is read with pread, never mapped: a file that is cut while it is look
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +16,10 @@ import numpy as np
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.convert.matrices import others_read
 from pagestone.formats import encodings, strict_json
 from pagestone.formats.config import config_facts, config_with, stated_config
+from pagestone.formats.dense_matrices import PlacedMatrix, encoded_facts
 from pagestone.formats.digests import Hasher, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, Array, to_f32
 from pagestone.formats.encodings import Codec
@@ -73,6 +75,8 @@ class Context:
     """Layer files whose tables are right."""
     columns: Columns | None = None
     """experts.parquet, once it is seen to be right."""
+    matrices: list[PlacedMatrix] = field(default_factory=list)
+    """Encoded dense matrices, of files whose tables are right."""
     complete: bool = True
     """Whether every table of tensors was read: without, nothing can be said of the index."""
 
@@ -281,7 +285,9 @@ def _shard(path: Path) -> Iterator[Finding]:
         yield Finding(ERROR, "E0225", path.name, message)
 
 
-def _homes(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[tuple[str, str, int]]:
+def _homes(
+    root: Path, layers: list[OpenLayer], dense: list[str], matrices: Sequence[PlacedMatrix]
+) -> Iterator[tuple[str, str, int]]:
     """(name, file, bytes) of every tensor that an index lists."""
     for layer in layers:
         header = layer.header
@@ -289,11 +295,16 @@ def _homes(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[tu
             for slot in layer.layout.record.slots:
                 if slot.part is not None:
                     yield tensor_name(header.prefix, expert, header.part_names, slot), layer.entry.file, slot.nbytes
+    for placed in matrices:
+        for stored in placed.record.stored:
+            yield f"{placed.matrix.name}.{stored.suffix}", placed.matrix.file, stored.nbytes
     for shard in dense:
         yield from ((tensor.name, shard, tensor.nbytes) for tensor in entries(root, shard))
 
 
-def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+def check_index(
+    root: Path, layers: list[OpenLayer], dense: list[str], matrices: Sequence[PlacedMatrix]
+) -> Iterator[Finding]:
     """The index names every tensor but pads and sidecars, each in the file where it lies, and the right total."""
     try:
         table = strict_json.loads(place_of(root / INDEX).read_bytes())
@@ -307,7 +318,7 @@ def check_index(root: Path, layers: list[OpenLayer], dense: list[str]) -> Iterat
     del table
     wanted: dict[str, str] = {}
     size = 0
-    for name, home, nbytes in _homes(root, layers, dense):
+    for name, home, nbytes in _homes(root, layers, dense, matrices):
         if name in wanted:
             yield Finding(ERROR, "E1016", home, f"{name} also stands in {wanted[name]}")
         wanted[name] = home
@@ -340,9 +351,14 @@ def check_config(
         yield Finding(ERROR, "E1012", CONFIG, "a JSON object expected")
         return
     tensors = [(t.name, t.dtype, t.shape) for shard in dense for t in entries(root, shard)]
-    facts = config_facts(tensors, (x.header.shape for x in layers), layers[0].header.part_names)
     family = families.of_config(config)
-    loadable = manifest.partial is None and (family is None or family.loads_parts)
+    encoding = None if manifest.dense is None else manifest.dense.encoding
+    matrices = () if manifest.dense is None else manifest.dense.matrices
+    read = others_read(codec, encoding, (m.name for m in matrices), family.reads_codes if family else lambda _: False)
+    if encoding is not None and read:
+        tensors += encoded_facts(encoding, ((m.name, m.rows, m.columns) for m in matrices))
+    facts = config_facts(tensors, (x.header.shape for x in layers), layers[0].header.part_names)
+    loadable = read and manifest.partial is None and (family is None or family.loads_parts)
     if config != config_with(config, stated_config(codec, facts, loadable), codec.config_keys):
         yield Finding(
             ERROR,

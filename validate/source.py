@@ -13,6 +13,7 @@ from pagestone.convert.dense import DenseTensor, pieces
 from pagestone.convert.encode import REQUANTISED, encode_expert
 from pagestone.convert.plan import DenseTarget, LayerTarget, Plan, Request, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
+from pagestone.formats.dense_matrices import KEEP
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import beside_of
@@ -21,6 +22,7 @@ from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, Manifest
 from pagestone.formats.storage import PIECE, AnyPlace, Place, place_of
 from pagestone.validate.checks import Check, Columns, Context, OpenLayer, Progress, codec_of, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
+from pagestone.validate.matrices import compare_matrices
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Comparison:
                     yield from guarded(self._side(have / side.name, side.name, side.nbytes, progress), side.name)
             for shard in self.plan.dense:
                 yield from guarded(self._shard(have / shard.name, shard, progress), shard.name)
+        yield from compare_matrices(context, self.plan.matrices, self.files)
 
     @staticmethod
     def _generated(file: Place, data: bytes) -> Iterator[Finding]:
@@ -198,10 +201,14 @@ class Comparison:
     def _facts(self, manifest: Manifest) -> Iterator[Finding]:
         """What the manifest says about the source, against this source."""
         found = dict(manifest.source) | {"lossless": manifest.lossless}
+        if manifest.dense is not None:
+            found["dense"] = manifest.dense.identity
         lossless = self.plan.lossless and not self.requantised
         if lossless and self.chosen is not None and not manifest.lossless:
             lossless = False  # the data may forbid it in an expert that was not drawn
         wanted = self.plan.source_facts | {"lossless": lossless}
+        if self.plan.dense_identity is not None:
+            wanted["dense"] = self.plan.dense_identity
         for name in sorted((found.keys() | wanted.keys()) - {"fingerprint"}):
             if found.get(name) != wanted.get(name):
                 message = f"{name} {wanted.get(name)!r} expected from the source, found {found.get(name)!r}"
@@ -217,7 +224,8 @@ def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
     opening and planning raise.
     """
-    asked = Request(source, codec_of(manifest), manifest.partial, manifest.include_code, manifest.merge_unlisted)
+    dense = KEEP if manifest.dense is None else manifest.dense.codec
+    asked = Request(source, codec_of(manifest), manifest.partial, manifest.include_code, manifest.merge_unlisted, dense)
     plan = make_plan(asked)
     targets = {t.name: t for t in plan.layers}
     chosen = None

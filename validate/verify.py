@@ -15,6 +15,7 @@ from pagestone.validate import checks
 from pagestone.validate.checks import Check, Context
 from pagestone.validate.dense import check_dense_tensors
 from pagestone.validate.findings import ABSENT, Finding, Report, guarded, of_error
+from pagestone.validate.matrices import check_matrices, open_matrices
 from pagestone.validate.source import compare_with
 
 
@@ -69,6 +70,10 @@ def _tables(context: Context) -> Iterator[Finding]:
             yield of_error(error, entry.file)
             continue
         context.layers.append(layer)
+    refused: list[Finding] = []
+    context.matrices = open_matrices(context.root, context.manifest, refused.append)
+    context.complete = context.complete and not refused
+    yield from refused
 
 
 def _experts(context: Context) -> Iterator[Finding]:
@@ -119,6 +124,14 @@ def _layer(context: Context, layer: checks.OpenLayer, recorded: tuple[bytes, ...
     context.report.count("experts", layer.header.count)
 
 
+def _matrices(context: Context) -> Iterator[Finding]:
+    """The contents of encoded dense matrices."""
+    dense = context.manifest.dense
+    if dense is not None:
+        yield from check_matrices(context.root, dense, context.matrices, context.progress, context.workers)
+        context.report.count("dense matrices", len(context.matrices))
+
+
 def _dense_tensors(context: Context) -> Iterator[Finding]:
     return check_dense_tensors(context.root, context.manifest, context.codec, context.dense)
 
@@ -131,7 +144,7 @@ def _dense_tables(context: Context) -> Iterator[Finding]:
 
 def _index(context: Context) -> Iterator[Finding]:
     if context.complete:
-        yield from guarded(checks.check_index(context.root, context.layers, context.dense), INDEX)
+        yield from guarded(checks.check_index(context.root, context.layers, context.dense, context.matrices), INDEX)
 
 
 def _config(context: Context) -> Iterator[Finding]:
@@ -147,6 +160,6 @@ def _zeros(context: Context) -> Iterator[Finding]:
 
 CHECKS = (
     Check(_presence), Check(_tables), Check(_experts), Check(_digests), Check(_records, record=checks.check_record),
-    Check(_dense_tensors), Check(_dense_tables), Check(_index), Check(_config), Check(_zeros),
+    Check(_matrices), Check(_dense_tensors), Check(_dense_tables), Check(_index), Check(_config), Check(_zeros),
 )  # fmt: skip
 """In the order in which a fault is easiest to understand; the comparison with a source comes last, if there is one."""

@@ -11,8 +11,7 @@ from kits.containers import Source, contents, read_table
 from kits.conversions import planned, run
 from kits.inference import TINY
 
-from pagestone.convert.matrices import BAND
-from pagestone.formats.dense_matrices import read_matrices
+from pagestone.formats.dense_matrices import BAND, read_matrices
 from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layout import CODES
