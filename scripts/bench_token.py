@@ -4,7 +4,7 @@
     scripts/bench_token.py [--codecs bf16,...] [--layers N] [--experts E] [--prompt N] [--tokens N] [--rounds N]
                            [--threads N] [--work DIR] [--json FILE]
 
-A synthetic checkpoint with the shapes of Qwen3.6-35B-A3B (make_true_shape.py; few layers, few experts, a small
+A synthetic checkpoint with the shapes of Qwen3.6-35B-A3B (tests/kits/generated.py; few layers, few experts, a small
 vocabulary) is converted to each codec in turn. Each container's model runs with native and with reference experts,
 resident and streamed (direct reads, a quarter of the records in memory); the checkpoint runs in transformers with its
 eager experts. All are fed the same tokens, `--tokens` a turn, and take turns, because machines drift; of a way's turns
@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from make_true_shape import make_true_shape
+sys.path.pop(0)  # here lies only half of our package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # for `kits`
+from kits.generated import GeneratedCheckpoint
 
 from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
@@ -198,7 +200,7 @@ def main() -> int:
     facts = measured_on() | {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory(dir=words.work) as work:
         checkpoint = Path(work) / "source"
-        make_true_shape(checkpoint, layers=words.layers, experts=words.experts, vocab=words.vocab)
+        GeneratedCheckpoint(layers=words.layers, experts=words.experts, vocabulary=words.vocab).write(checkpoint)
         for codec in words.codecs.split(","):
             begun = time.monotonic()
             directory = Path(work) / codec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,10 +42,10 @@ def oracle() -> Callable[[str], ModuleType]:
 def true_shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two layers at the shapes of Qwen3.6-35B-A3B with eight experts each (PAGESTONE_SLOW=1: all 256)."""
     root = tmp_path_factory.mktemp("true-shape") / "source"
-    experts = "256" if os.environ.get("PAGESTONE_SLOW") else "8"
-    script = SCRIPTS / "make_true_shape.py"
-    command = [sys.executable, str(script), str(root), "--layers", "2", "--experts", experts, "--vocab", "256"]
-    subprocess.run([*command, "--outliers"], check=True, capture_output=True)
+    from kits.generated import GeneratedCheckpoint
+
+    experts = 256 if os.environ.get("PAGESTONE_SLOW") else 8
+    GeneratedCheckpoint(layers=2, experts=experts, vocabulary=256, outliers=True).write(root)
     yield root
     shutil.rmtree(root)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kits import generated
 from kits.checkpoints import LAYOUTS, SIDE_FILES, T_BLOCK, T_ORDER, Tensor, write_checkpoint
 from kits.cli import done
 from kits.conversions import planned, prepare
@@ -24,24 +23,15 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.text import natural
 from pagestone.validate.verify import verify
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_sparse.py"
-
-
-def make_sparse(output: Path, **how) -> Path:
-    """Call scripts/make_sparse.py."""
-    spec = importlib.util.spec_from_file_location("make_sparse", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.make_sparse(output, **how)
-    return output
+PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "real-checkpoints" / "qwen3.5-25b-reap"
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A published checkpoint at its true size of 50 GB, with holes for weights."""
-    return make_sparse(tmp_path_factory.mktemp("real") / "source")
+    """A published checkpoint at its true size of 50 GB, with holes for weights: a plan reads none."""
+    root = tmp_path_factory.mktemp("real") / "source"
+    generated.published(PUBLISHED).write(root, lambda part: not isinstance(part, generated.Tensor))
+    return root
 
 
 def plan_of(root: Path, codec: str = "int8", **how):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kits.files import FilesByName
 from pagestone.formats.digests import Hasher, digest
 from pagestone.formats.storage import PIECE, Kind, Place, Stamp, Storage, hash_file, place_of
 
@@ -28,57 +29,30 @@ FILES = {
 }
 
 
-class MemoryStorage:
+class MemoryStorage(FilesByName):
     """A storage whose files are in memory: the second one, and the least a storage must do."""
 
+    files: dict[str, bytes]
+
     def __init__(self, files: dict[str, bytes], name: str = "memory") -> None:
-        self.files, self._name = dict(files), name
+        super().__init__(files, name)
         self.reads: list[tuple[str, int, int]] = []
         """(name, offset, bytes asked for) of every read."""
         self.used = 0
         """How many `with` statements are open."""
 
-    def _file(self, name: str) -> bytes:
-        if name not in self.files:
-            raise FileNotFoundError(2, "No such file or directory", self.describe(name))
-        return self.files[name]
-
-    def names(self, folder: str = "") -> list[str]:
-        if self.kind(folder) is not Kind.FOLDER:
-            raise NotADirectoryError(20, "Not a directory", self.describe(folder))
-        start = f"{folder}/" if folder else ""
-        return sorted({n.removeprefix(start).split("/")[0] for n in self.files if n.startswith(start)}, key=str.encode)
-
-    def kind(self, name: str = "") -> Kind | None:
-        if name in self.files:
-            return Kind.FILE
-        return Kind.FOLDER if not name or any(n.startswith(f"{name}/") for n in self.files) else None
-
-    def holds(self, name: str) -> bool:
-        return name in self.files
-
     def size(self, name: str) -> int:
-        return len(self._file(name))
+        return len(self.file(name))
 
     def stamp(self, name: str) -> Stamp:
-        version = -1 - int.from_bytes(digest(self._file(name))[:7], "big")
+        version = -1 - int.from_bytes(digest(self.file(name))[:7], "big")
         return self.size(name), version, version
-
-    def mode(self, name: str) -> int | None:
-        self._file(name)
-        return None
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         self.reads.append((name, offset, len(buffer)))
-        data = self._file(name)[offset : offset + len(buffer)]
+        data = self.file(name)[offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
-
-    def describe(self, name: str = "") -> str:
-        return f"{self._name}:{name}"
-
-    def path(self) -> Path | None:
-        return None
 
     def __enter__(self) -> MemoryStorage:
         self.used += 1
