@@ -25,6 +25,8 @@ OF_FORMAT = ("E0502", "E0504", "E0508", "E0510", "E0513", "E0514", "E0515", "E05
 INCOMPLETE = ("E0503", "E0508", "E0509", "E0513")
 """Refusals that tensors in a file outside the index may cause."""
 
+RELEASE = "convert from the unquantised (or FP8) release of the model"
+
 
 def refuse_foreign(checkpoint: Checkpoint) -> None:
     """Raise `RequestError` naming the format and a tensor if the checkpoint is in one that is not read."""
@@ -58,24 +60,12 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
         if error.code in OF_FORMAT and method is not None and method not in read:
             name = METHODS.get(method, brief(method)) if isinstance(method, str) else brief(method)
-            raise RequestError(
-                f"weights in {encodings.read_names()} expected; config.json says that this checkpoint is in {name}, "
-                f"which is not read ({error.message})",
-                code="E0511",
-                file=error.file,
-                tensor=error.tensor,
-                remedy="convert from the unquantised (or FP8) release of the model",
-            ) from None
+            expected, stands = f"weights in {encodings.read_names()}", f"that this checkpoint is in {name}"
+            raise _not_read(error, expected, stands, RELEASE) from None
         group = _group(stated)
         if error.code == "E0515" and group is not None:
-            raise RequestError(
-                f"a scale per channel, tensor or block expected; config.json says {group}, which is not read "
-                f"({error.message})",
-                code="E0511",
-                file=error.file,
-                tensor=error.tensor,
-                remedy="convert from the unquantised release, or from one with a scale per channel or block",
-            ) from None
+            remedy = "convert from the unquantised release, or from one with a scale per channel or block"
+            raise _not_read(error, "a scale per channel, tensor or block", group, remedy) from None
         outside = [f.name for f in checkpoint.side_files if f.rule == UNLISTED]
         if error.code in INCOMPLETE and outside:
             raise type(error)(
@@ -130,5 +120,16 @@ def _refused(checkpoint: Checkpoint, what: str, file: str, tensor: str | None, f
         code="E0511",
         file=checkpoint.path / file,
         tensor=tensor,
-        remedy="convert from the unquantised (or FP8) release of the model",
+        remedy=RELEASE,
+    )
+
+
+def _not_read(error: PagestoneError, expected: str, stands: str, remedy: str) -> RequestError:
+    """What to raise in the place of `error`, by what stands in config.json."""
+    return RequestError(
+        f"{expected} expected; config.json says {stands}, which is not read ({error.message})",
+        code="E0511",
+        file=error.file,
+        tensor=error.tensor,
+        remedy=remedy,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kits.checkpoints import INDEX, T_ORDER
+from kits.checkpoints import INDEX, T_LAYERS
 from kits.containers import contents
 from kits.conversions import run, stop_after
 
@@ -19,20 +19,7 @@ from pagestone.formats import storage
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.validate.verify import verify
 
-SPEC = T_ORDER.having(layers=2, mtp=False)
 SHARD = "model-00002-of-00002.safetensors"
-
-
-@pytest.fixture
-def source(tmp_path) -> Path:
-    return SPEC.write(tmp_path / "source", shards=2)
-
-
-@pytest.fixture
-def wanted(source, tmp_path) -> dict[str, bytes]:
-    """What an undisturbed conversion gives."""
-    run(source, tmp_path / "undisturbed")
-    return contents(tmp_path / "undisturbed")
 
 
 def flip(path: Path, at: int = -1, *, keep_times: bool = False) -> None:
@@ -92,7 +79,7 @@ def test_source_that_changes_under_the_converter(source, tmp_path, what, workers
     assert not (output / "manifest.json").exists()
     if not (source / name).exists():
         return
-    (source / name).write_bytes(SPEC.write(tmp_path / "again", shards=2).joinpath(name).read_bytes())
+    (source / name).write_bytes(T_LAYERS.write(tmp_path / "again", shards=2).joinpath(name).read_bytes())
     with pytest.raises(RequestError, match="E0803"):
         run(source, output)
     run(source, output, force=True)

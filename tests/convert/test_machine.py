@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kits.checkpoints import T_ORDER
 from kits.containers import contents
 from kits.conversions import run, stop_after
 
@@ -24,13 +23,6 @@ from pagestone.convert.publish import JOURNAL, PARTIAL
 from pagestone.formats import encodings
 from pagestone.formats.errors import MachineError, PagestoneError
 from pagestone.formats.manifest import read_manifest
-
-SPEC = T_ORDER.having(layers=2, mtp=False)
-
-
-@pytest.fixture
-def source(tmp_path) -> Path:
-    return SPEC.write(tmp_path / "source", shards=2)
 
 
 def path_of(handle: int) -> Path:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kits.checkpoints import T_ORDER, write_checkpoint
+from kits.checkpoints import T_LAYERS, write_checkpoint
 from kits.cli import pagestone, refused
 from kits.containers import contents
 from kits.conversions import run, stop_after
@@ -21,20 +21,6 @@ from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import read_manifest
 from pagestone.formats.storage import stamp_of
 from pagestone.validate.verify import verify
-
-SPEC = T_ORDER.having(layers=2, mtp=False)
-
-
-@pytest.fixture
-def source(tmp_path) -> Path:
-    return SPEC.write(tmp_path / "source", shards=2)
-
-
-@pytest.fixture
-def wanted(source, tmp_path) -> dict[str, bytes]:
-    """What an undisturbed conversion gives."""
-    run(source, tmp_path / "undisturbed")
-    return contents(tmp_path / "undisturbed")
 
 
 class Crash(BaseException):
@@ -490,10 +476,10 @@ def test_old_files_are_not_taken_for_moved_ones(source, tmp_path):
     output = tmp_path / "o"
     run(source, output, "int8")
     lost = "layers-01.safetensors"
-    tensors = SPEC.tensors()
+    tensors = T_LAYERS.tensors()
     name = next(n for n in tensors if "layers.1" in n and "down_proj" in n)
     altered = tensors | {name: tensors[name].with_value(3.0, 0, 0, 0)}
-    source2 = write_checkpoint(tmp_path / "source2", altered, SPEC.config(), shards=2)
+    source2 = write_checkpoint(tmp_path / "source2", altered, T_LAYERS.config(), shards=2)
     pending(source2, output, number=1, force=True)
     assert (output / lost).stat().st_size == (output / PARTIAL / lost).stat().st_size
     (output / PARTIAL / lost).unlink()

@@ -36,13 +36,6 @@ def source(tmp_path) -> Path:
     return SPEC.write(tmp_path / "source", shards=3)
 
 
-@pytest.fixture
-def wanted(source, tmp_path) -> dict[str, bytes]:
-    """What an undisturbed conversion gives."""
-    run(source, tmp_path / "undisturbed")
-    return contents(tmp_path / "undisturbed")
-
-
 def stamps(root: Path) -> dict[str, tuple[int, int]]:
     """Inode and modification time of the layer files."""
     found = [p for p in root.iterdir() if p.name.startswith("layers") and p.suffix == ".safetensors"]

@@ -286,6 +286,7 @@ def _tag_values(numbers: np.ndarray, dtype: str) -> np.ndarray:
 
 
 T_ORDER = Spec(hidden=32, intermediate=48, experts=12)
+T_LAYERS = T_ORDER.having(layers=2, mtp=False)
 T_BLOCK = Spec(hidden=192, intermediate=160, experts=2)
 T_VARIED = Spec(hidden=33, intermediate=48, experts=3, layers=3, sizes=(48, 25, 31), family="qwen3_moe", mtp=False)
 """Layers whose experts differ in shape, no dimension a multiple of anything: pads lie where others have codes."""

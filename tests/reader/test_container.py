@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import mmap
 import re
@@ -11,11 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from kits.conversions import prepare
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
@@ -29,15 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACCEPT = ROOT / "tests" / "vectors" / "accept"
 
 
-def _generator() -> ModuleType:
-    if "make_vectors" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["make_vectors"])
-    return sys.modules["make_vectors"]
-
-
-make = _generator()
+make = generator()
 
 
 @pytest.fixture(scope="session")

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from kits.checkpoints import T_BLOCK
 from kits.conversions import prepare
 from kits.inference import command
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _generator() -> ModuleType:
-    if "make_vectors" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["make_vectors"])
-    return sys.modules["make_vectors"]
-
-
-make = _generator()
+make = generator()
 
 
 @pytest.fixture

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import xxhash
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import to_f32
@@ -26,15 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 VECTORS = ROOT / "tests" / "vectors"
 ACCEPT = sorted(p.stem for p in (VECTORS / "accept").glob("*.json"))
 REJECT = sorted(p.stem for p in (VECTORS / "reject").glob("*.json"))
-
-
-@cache
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_vectors"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def load(kind: str, name: str) -> dict:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from kits.conversions import prepare
 from kits.families import Raw, read_tensors, write_tensors
 from kits.quantised import Fp8Spec
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 from pagestone.formats.config import config_facts, config_with, stated_config
@@ -31,16 +29,7 @@ Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate"
 Change = Callable[[dict[str, Raw]], dict[str, Raw]]
 
 
-def _generator() -> ModuleType:
-    if "make_vectors" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["make_vectors"])
-    return sys.modules["make_vectors"]
-
-
-make = _generator()
+make = generator()
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from kits.conversions import prepare
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import to_f32
@@ -27,15 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "validate" / "plain_reader.py"
 
 
-def _generator() -> ModuleType:
-    if "make_vectors" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["make_vectors"])
-    return sys.modules["make_vectors"]
-
-
-make = _generator()
+make = generator()
 
 
 def test_it_is_short():

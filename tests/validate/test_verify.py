@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -11,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from kits.conversions import prepare
 from kits.sectors import bad_disks
+from kits.vectors import generator
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
@@ -32,15 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACCEPT = ROOT / "tests" / "vectors" / "accept"
 
 
-def _generator() -> ModuleType:
-    if "make_vectors" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("make_vectors", ROOT / "scripts" / "make_vectors.py")
-        sys.modules["make_vectors"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["make_vectors"])
-    return sys.modules["make_vectors"]
-
-
-make = _generator()
+make = generator()
 LAYER, SIDE, MTP = "layers-00.safetensors", "layers-00.rowsum.safetensors", "mtp-00.safetensors"
 DENSE = "dense-00001-of-00001.safetensors"
 
