@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_open import machine
+from bench_open import machine, measured
 
 PAGE = 4096
 CHUNK = 4 << 20
@@ -95,18 +95,8 @@ def convert(codec: str, source: Path, output: Path, workers: int) -> dict[str, A
     """One conversion as a process of its own: wall seconds, CPU seconds, peak RSS in MiB, container id."""
     command = [sys.executable, "-m", "pagestone", f"prepare-{codec}", str(source), "-o", str(output),
                "--workers", str(workers), "--json"]  # fmt: skip
-    begun = time.monotonic()
-    with tempfile.TemporaryFile() as out:
-        process = subprocess.Popen(command, stdout=out)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall = time.monotonic() - begun
-        out.seek(0)
-        text = out.read()
-    if process.returncode:
-        raise SystemExit(f"the conversion failed with exit code {process.returncode}")
-    return {"wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "rss": usage.ru_maxrss / 1024,
-            "id": json.loads(text)["container_id"]}  # fmt: skip
+    text, wall, cpu, peak = measured(command)
+    return {"wall": wall, "cpu": cpu, "rss": peak, "id": json.loads(text)["container_id"]}
 
 
 def bench(codec: str, source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:

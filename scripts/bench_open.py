@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def python(tree: str, code: str, *arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def measured(command: list[str], **environment: str) -> tuple[bytes, float, float, float]:
+    """(stdout, wall seconds, CPU seconds, peak MiB) of a process that must succeed, with this added to its environment.
+
+    Memory and CPU are its own, not those of all that ran before, as `getrusage` would add them up.
+    """
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaint:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=out, stderr=complaint)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - begun
+        for file in (out, complaint):
+            file.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{command[:4]} failed: {complaint.read().decode(errors='replace')[-800:]}")
+        return out.read(), wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def machine(tree: str) -> dict[str, Any]:

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench_open import machine
+from bench_open import machine, measured
 
 CODECS = "int8,fp8,q4"
 READ = """
@@ -81,23 +79,12 @@ class Taken:
 
 def run(tree: str, words: list[str], taken: Taken) -> None:
     """One process; it may print its own [wall, CPU] seconds as its last line, otherwise all of it counts."""
-    environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    begun = time.perf_counter()
-    with tempfile.TemporaryFile() as out:
-        process = subprocess.Popen([sys.executable, *words], env=environment, stdout=out, stderr=subprocess.PIPE)
-        assert process.stderr is not None
-        complaint = process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall = time.perf_counter() - begun
-        out.seek(0)
-        printed = out.read()
-    if process.returncode:
-        raise SystemExit(f"{tree}: {words[:3]} failed: {complaint.decode()[-800:]}")
-    own = json.loads(printed.splitlines()[-1]) if words[0] == "-c" else [wall, usage.ru_utime + usage.ru_stime]
-    taken.wall.append(own[0])
-    taken.cpu.append(own[1])
-    taken.peak.append(usage.ru_maxrss / 1024)
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    printed, *whole, peak = measured([sys.executable, *words], PYTHONPATH=tree, **one_thread)
+    wall, cpu = json.loads(printed.splitlines()[-1]) if words[0] == "-c" else whole
+    taken.wall.append(wall)
+    taken.cpu.append(cpu)
+    taken.peak.append(peak)
 
 
 def compare(trees: dict[str, str], codecs: list[str], source: Path, work: Path, rounds: int) -> dict[str, list[Taken]]:
