@@ -21,7 +21,7 @@ from pagestone.formats.manifest import EXPERTS_TABLE, read_experts
 from pagestone.formats.text import shown, shown_lines, with_parameters
 from pagestone.reader import inputs
 from pagestone.reader.budget import parse_size
-from pagestone.reader.container import Container, open_container
+from pagestone.reader.container import Container, Opener, open_container
 from pagestone.reader.files import MachineErrors
 
 if TYPE_CHECKING:
@@ -31,11 +31,17 @@ if TYPE_CHECKING:
 Directory = Annotated[Path, typer.Argument(help="Directory of the container.", parser=named)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this room to the application."""
+def register(app: typer.Typer, opener: Opener | None = None) -> None:
+    """Add the commands of this room to the application.
+
+    `opener` opens what `run` and `chat` are given, and may take more than the directory of a container.
+    """
+    what = "a container" if opener is None else "a container, or in a checkpoint as it is"
     app.command("inspect", help="Show what a container holds; nothing is checked beyond its tables.")(_inspect)
-    app.command("run", help="Answer one prompt with the model in a container.")(_run)
-    app.command("chat", help="Talk to the model in a container; Ctrl-C ends an answer, Ctrl-D the session.")(_chat)
+    app.command("run", help=f"Answer one prompt with the model in {what}.")(with_options(_run, opener))
+    app.command("chat", help=f"Talk to the model in {what}; Ctrl-C ends an answer, Ctrl-D the session.")(
+        with_options(_chat, opener)
+    )
 
 
 def describe(container: Container) -> dict[str, Any]:
@@ -197,8 +203,9 @@ class Running:
         ),
     ] = None
 
-    def open(self, directory: Path) -> Session:
+    def open(self, directory: Path, opener: Opener | None) -> Session:
         """The container with everything these options say; its model is not loaded yet."""
+        from pagestone.reader.container import open_to_run
         from pagestone.reader.session import Session, SessionOptions
         from pagestone.reader.text import parse_variables
 
@@ -206,7 +213,7 @@ class Running:
             self.io, None if self.budget is None else parse_size(self.budget), self.threads, self.experts,
             self.tokenizer, parse_variables(self.template_var or []),
         )  # fmt: skip
-        return Session(directory, options, _note)
+        return Session(directory, options, _note, open_to_run if opener is None else opener)
 
     def sampling(self, session: Session) -> Sampling:
         """How tokens are chosen: these options over what the publisher recommends."""
@@ -220,8 +227,8 @@ class Running:
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command whose last parameter is `running` the options of `Running` in its place."""
+def with_options(command: Callable[..., None], opener: Opener | None) -> Callable[..., None]:
+    """Give a command whose last parameters are `running` and `opener` the options of `Running` in their place."""
     hints = get_type_hints(Running, include_extras=True)
     shared = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
@@ -231,12 +238,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     kept = [
         p.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, p in inspect.signature(command).parameters.items()
-        if name != "running"
+        if name not in ("running", "opener")
     ]
 
     def call(**given: Any) -> None:
         running = Running(**{p.name: given.pop(p.name) for p in shared})
-        command(**given, running=running)
+        command(**given, running=running, opener=opener)
 
     call.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in (*kept, *shared)}
@@ -280,7 +287,6 @@ def _harmless(text: str, stream: Any) -> str:
     return text.translate(CONTROLS) if stream.isatty() else text
 
 
-@with_options
 def _run(
     directory: Directory,
     prompt: Annotated[str, typer.Option(help="What the user says; - reads it from stdin.")],
@@ -290,6 +296,7 @@ def _run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
     *,
     running: Running,
+    opener: Opener | None,
 ) -> None:
     from pagestone.reader.decoding import ignore
     from pagestone.reader.text import check_ids
@@ -300,7 +307,7 @@ def _run(
             code="E1252",
             remedy="leave out --raw, or the others",
         )
-    with running.open(directory) as session:
+    with running.open(directory, opener) as session:
         sampling = running.sampling(session)
         text = _prompt(prompt, raw)
         tokenizer = session.tokenizer
@@ -343,17 +350,17 @@ def _facts(session: Session, sampling: Sampling) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@with_options
 def _chat(
     directory: Directory,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="End an answer after this many tokens.")] = 1024,
     *,
     running: Running,
+    opener: Opener | None,
 ) -> None:
     from pagestone.reader.chat import converse
 
-    with running.open(directory) as session:
+    with running.open(directory, opener) as session:
         sampling = running.sampling(session)
         session.tokenizer.chat([*_system(system), {"role": "user", "content": "?"}])  # before minutes of loading
         talk = session.conversation(sampling)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -407,6 +407,10 @@ class Container(Closing):
     def container_id(self) -> str:
         """32 hexadecimal digits; equal for equal contents."""
         return self.manifest.container_id
+
+
+Opener = Callable[[str | os.PathLike[str]], Container]
+"""Opens what a model is to be run from."""
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:

@@ -21,6 +21,7 @@ from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container
 from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file, private_buffer
+from pagestone.reader.made import MODE, MadeContainer
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ def dense_files(container: Container) -> list[str]:
 
 def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:
     """(file, table entry) of every dense tensor by name; only headers are read."""
+    if isinstance(container, MadeContainer):
+        return dict(container.maker.dense_entries())
     places: dict[str, tuple[str, TensorEntry]] = {}
     for file in dense_files(container):
         with MachineErrors(container.path / file, "reading"):
@@ -74,6 +77,8 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
 
     When read, the whole file is compared with its digest in the manifest; `DataError` (E1205) names it.
     """
+    if isinstance(container, MadeContainer):
+        return _made(container, names)
     where = dense_entries(container)
     by_file: dict[str, list[TensorEntry]] = {}
     for name in names:
@@ -99,6 +104,15 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
             )
         dense.mode = "buffered" if "buffered" in (way, dense.mode) and mode == "direct" else dense.mode
     return dense
+
+
+def _made(container: MadeContainer, names: Iterable[str]) -> DenseTensors:
+    """Dense tensors of a container that is on no disk."""
+    entries, made = container.maker.dense_entries(), DenseTensors(mode=MODE)
+    for name in names:
+        made.arrays[name], made.entries[name] = container.maker.dense(name), entries[name][1]
+        made.bytes_read += len(made.arrays[name])
+    return made
 
 
 def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -> tuple[bytes, str]:

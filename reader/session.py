@@ -24,7 +24,7 @@ from pagestone.reader import hosts
 from pagestone.reader.budget import default_budget, largest_record, row_sum_bytes
 from pagestone.reader.cache import check_budget
 from pagestone.reader.chat import Conversation
-from pagestone.reader.container import Container, open_to_run
+from pagestone.reader.container import Container, Opener, open_to_run
 from pagestone.reader.dense import DenseTensors, dense_entries
 from pagestone.reader.errors import Closing
 from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_device, check_runnable, experts_for
@@ -77,13 +77,18 @@ def _check(options: SessionOptions) -> None:
 class Session(Closing):
     """One container, ready to run; `note` is told what the user should know of how it runs.
 
-    May stand in a `with` statement. Opening compares every side file with its digest. Raises `RequestError` for what
+    May stand in a `with` statement. Opening compares every side file with its digest; `opener` opens something else
+    than the directory of a container (`validate/virtual.py`: a checkpoint). Raises `RequestError` for what
     cannot be run or is not installed (E0331, E1215, E1220 to E1223, E1240, E1244, E1290, E1291) and whatever
     `open_to_run` raises.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], options: SessionOptions | None = None, note: Note = ignore
+        self,
+        path: str | os.PathLike[str],
+        options: SessionOptions | None = None,
+        note: Note = ignore,
+        opener: Opener = open_to_run,
     ) -> None:
         self.options = SessionOptions() if options is None else options
         self._note = note
@@ -91,7 +96,7 @@ class Session(Closing):
         _check(self.options)
         self._host = hosts.get(self.options.host)
         self._host.require()
-        self.container: Container = open_to_run(path)
+        self.container: Container = opener(path)
         codec = self.container.manifest.codec
         self.loading = Loading(experts_for(codec, self.options.experts), self.options.device, self.options.attention)
         check_runnable(self.container)

@@ -41,6 +41,7 @@ from pagestone.reader.files import (
     private_buffer,
 )
 from pagestone.reader.leases import Counters, Lease, OpenLeases, Step
+from pagestone.reader.made import MadeContainer, MadeRecords, not_mapped
 
 MODES = ("direct", "mmap", "resident")
 
@@ -55,7 +56,7 @@ class ExpertStore(Protocol):
 
     @property
     def mode(self) -> str:
-        """How bytes come: "direct", "buffered", "mmap" or "resident"."""
+        """How bytes come: "direct", "buffered", "mmap", "resident", or "encoded" as they are asked for."""
 
     def step(self, layer: int, experts: Iterable[int]) -> Step:
         """Begin a step (a context manager) for these `experts` of a decoder layer.
@@ -378,10 +379,11 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
             f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"
         )
     if options.io == "mmap":
+        if isinstance(container, MadeContainer):
+            raise not_mapped(container.path)
         return MappedStore(container, beside=options.beside), []
-    digests = RecordDigests(container) if options.verify else None
-    records = FileRecords(container, digests, beside=options.beside, note=options.note)
-    notes = [] if records.mode == "direct" else [THROUGH_CACHE]
+    records = _records(container, options)
+    notes = [THROUGH_CACHE] if records.mode == "buffered" else []
     try:
         if options.io == "resident":
             sums = {n: views for n, x in container.layers.items() if (views := records.beside(x))}
@@ -394,3 +396,11 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
     except BaseException:
         records.close()
         raise
+
+
+def _records(container: Container, options: StoreOptions) -> FileRecords | MadeRecords:
+    """What fills buffers with records: files, or the maker of a container that has none."""
+    if isinstance(container, MadeContainer):
+        return MadeRecords(container)
+    digests = RecordDigests(container) if options.verify else None
+    return FileRecords(container, digests, beside=options.beside, note=options.note)

@@ -17,6 +17,7 @@ from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
 from pagestone.formats.text import shown
 from pagestone.reader.commands import MOST, Directory
+from pagestone.reader.container import Container
 from pagestone.validate.findings import ERROR
 from pagestone.validate.verify import verify
 
@@ -38,6 +39,17 @@ def register(app: typer.Typer) -> None:
     app.command("compare", help="Measure what a codec costs: KL, top-1, perplexity and answers against the source.")(
         _compare
     )
+
+
+def opener(path: str | os.PathLike[str]) -> Container:
+    """What `run` and `chat` take: a container, or a checkpoint whose experts are encoded as they are read."""
+    from pagestone.reader.made import MadeContainer
+    from pagestone.validate.virtual import AS_THEY_ARE, open_any
+
+    opened = open_any(Path(path))
+    if isinstance(opened, MadeContainer):
+        print(f"note: {AS_THEY_ARE}", file=sys.stderr)
+    return opened
 
 
 def _verify(

@@ -52,7 +52,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 
 convert_commands.register(app)
-reader_commands.register(app)
+reader_commands.register(app, validate_commands.opener)
 validate_commands.register(app)
 COMMANDS = frozenset(str(command.name) for command in app.registered_commands)
 

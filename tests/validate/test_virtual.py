@@ -1,0 +1,177 @@
+"""A checkpoint run as it is: the logits of the bf16 container that nobody made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from kits.families import MODELS, SIZES, build, read_tensors, write_tensors
+from kits.inference import TINY, Workshop, calm, command, equal, logits_of, model, sequence
+from kits.storage import MemoryStorage
+
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.reader.container import open_container
+from pagestone.reader.made import MadeContainer
+from pagestone.reader.session import Session, SessionOptions
+from pagestone.validate.virtual import open_any, open_virtual
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries(oracle: Callable[[str], ModuleType]) -> None:
+    """Skip (or fail) the whole file without torch and transformers."""
+    oracle("torch")
+    oracle("transformers")
+    calm()
+
+
+@pytest.fixture(scope="session")
+def workshop(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("virtual"))
+
+
+IDS = sequence(20)
+
+
+def fp8_checkpoint(workshop: Workshop, to: Path) -> Path:
+    """tiny-moe as an FP8 checkpoint of others: the codes and scales of a container, in one plain file."""
+    container = workshop.container("fp8")
+    tensors = {n: t for n, t in read_tensors(container).items() if not n.endswith((".pad", ".pad_a"))}
+    to.mkdir()
+    write_tensors(to / "model.safetensors", tensors)
+    shutil.copy(container / "config.json", to)
+    return to
+
+
+def source_of(kind: str, workshop: Workshop, tmp_path: Path) -> Path:
+    if kind == "fused":
+        return TINY
+    if kind == "fp8":
+        return fp8_checkpoint(workshop, tmp_path / "fp8")
+    root = tmp_path / kind
+    root.mkdir()
+    build(MODELS[kind], SIZES["wide"], root)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["fused", "fp8", "granitemoe", "gpt_oss", "deepseek_v3"])
+def test_the_logits_of_the_bf16_container(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    """Prefill and decode, with a cache of a few experts: every logit, to the last bit."""
+    source = source_of(kind, workshop, tmp_path)
+    converted = model(workshop.container("bf16", source), experts="reference")
+    virtual = open_virtual(source)
+    layer = next(iter(virtual.layers.values()))
+    streamed = model(virtual, budget=2 * layer.stride, experts="reference")
+    ids = [i % converted.vocabulary for i in IDS]
+    expected = logits_of(converted, ids, 3)
+    choices = [int(x[-1].argmax()) for x in expected]
+    assert equal(expected, logits_of(streamed, ids, 3, choices))
+    store = streamed.context.store
+    assert store.mode == "encoded" and store.evictions > 0 and store.peak_bytes <= 2 * layer.stride
+    for each in (converted, streamed):
+        each.close()
+    virtual.close()
+
+
+def test_records_are_the_containers(workshop: Workshop) -> None:
+    """Every byte of a record, pads too, also where the buffer held another one; every dense tensor."""
+    real, made = open_container(workshop.container("bf16")), open_virtual(TINY)
+    for number, layer in made.layers.items():
+        assert layer.layout == real.layers[number].layout
+        buffer = bytearray(b"\xa5" * layer.stride)
+        for expert in (0, len(layer) - 1, 3):
+            made.maker.record(layer, expert, memoryview(buffer))
+            assert bytes(buffer) == real.layers[number].expert(expert).record.tobytes()
+    stored: dict[str, Any] = read_tensors(workshop.container("bf16"), "dense-*.safetensors")
+    entries = made.maker.dense_entries()
+    assert entries.keys() == stored.keys()
+    for name, (file, entry) in entries.items():
+        assert (workshop.container("bf16") / file).is_file()
+        assert (entry.dtype, tuple(entry.shape)) == stored[name][:2]
+        assert made.maker.dense(name).tobytes() == stored[name][2]
+    made.close()
+
+
+def test_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` takes a checkpoint, says what that costs, and answers; --json names no container id."""
+    assert command("run", TINY, "--prompt", "What is the capital of France?", "--budget", "1MiB") == 0
+    out, err = capsys.readouterr()
+    assert out == "The capital of France is Paris.\n"
+    assert "not converted" in err and "bf16 experts, reference products, encoded" in err
+    assert command("run", TINY, "--prompt", "What is the capital of France?", "--io", "resident", "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["container_id"].startswith("source ") and table["io"] == "resident"
+
+
+def test_no_map(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to map."""
+    assert command("run", TINY, "--prompt", "x", "--io", "mmap") == 2
+    assert "E1296" in capsys.readouterr().err
+    made = open_virtual(TINY)
+    for view in (lambda: made.layers[0].expert(0), lambda: made.layers[0].pointer):
+        with pytest.raises(RequestError, match="E1296"):
+            view()
+
+
+def test_what_is_opened_as_what(workshop: Workshop, tmp_path: Path) -> None:
+    """A container is one, whole or not; a checkpoint is one; anything else is refused as before."""
+    assert not isinstance(open_any(workshop.container("int8")), MadeContainer)
+    assert isinstance(open_any(TINY), MadeContainer)
+    damaged = workshop.copy("bf16", tmp_path / "damaged")
+    (damaged / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(DataError, match="E0301"):
+        open_any(damaged)
+    unfinished = shutil.copytree(TINY, tmp_path / "unfinished")
+    (unfinished / ".pagestone-partial").mkdir()
+    with pytest.raises(RequestError, match="E0331"):
+        open_any(unfinished)
+    with pytest.raises(RequestError, match="E0331"):
+        open_any(tmp_path / "nothing")
+
+
+def test_a_source_that_changes(tmp_path: Path) -> None:
+    """What was planned is held to its stamp at every read, experts and dense tensors."""
+    source = shutil.copytree(TINY, tmp_path / "source")
+    made = open_virtual(source)
+    layer, room = made.layers[0], memoryview(bytearray(made.layers[0].stride))
+    made.maker.record(layer, 0, room)
+    name = next(iter(made.maker.dense_entries()))
+    for file in source.glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    for read in (lambda: made.maker.record(layer, 0, room), lambda: made.maker.dense(name)):
+        with pytest.raises(DataError, match="E1330") as caught:
+            read()
+        assert str(source) in str(caught.value.file)
+    made.close()
+
+
+def test_a_source_elsewhere(tmp_path: Path) -> None:
+    """Bytes may come from any storage, if a directory holds what a model and its words are made of."""
+    files = {p.name: p.read_bytes() for p in TINY.iterdir() if p.is_file()}
+    storage = MemoryStorage(files)
+    with pytest.raises(RequestError, match="E1331"):
+        open_virtual(storage)
+    with Session(
+        TINY, SessionOptions(budget=1 << 20), opener=lambda path: open_virtual(storage, Path(path))
+    ) as session:
+        assert session.model.forward(IDS)[0].shape == (1, session.vocabulary)
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    """NaN in an expert: the error a conversion would raise, naming expert, tensor and file."""
+    source = shutil.copytree(TINY, tmp_path / "source")
+    made = open_virtual(source)
+    at = made.maker._plan.layers[0].source.matrix(5, "up").stored["codes"].at
+    made.close()
+    with (source / at.tensor.file).open("r+b") as handle:
+        handle.seek(at.offset + 8)
+        handle.write(b"\xc0\x7f")
+    made = open_virtual(source)
+    with pytest.raises(DataError, match="E0702") as caught:
+        made.maker.record(made.layers[0], 5, memoryview(bytearray(made.layers[0].stride)))
+    assert "expert 5" in str(caught.value) and str(caught.value.file) == str(source / at.tensor.file)

@@ -1,0 +1,143 @@
+"""A checkpoint as the bf16 container it would become, without converting it: experts are encoded as they are asked for.
+
+    with Session("Qwen3.6-35B-A3B", SessionOptions(), opener=open_any) as session: ...
+
+Names, dense tensors and records are those of the plan that `prepare-bf16` would carry out, so a model over it gives the
+container's logits, bit for bit. What costs time is encoding an expert again each time it is read: for a plain source a
+copy, for FP8 its values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from pagestone.convert.checkpoint import CONFIG
+from pagestone.convert.dense import DenseTensor, pieces
+from pagestone.convert.encode import encode_expert
+from pagestone.convert.errors import machine_errors
+from pagestone.convert.plan import LayerTarget, Plan, Request, make_plan
+from pagestone.convert.reading import ExpertReader, SourceFiles
+from pagestone.convert.unchanged import FACTS
+from pagestone.formats import encodings
+from pagestone.formats.dtypes import Array
+from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest
+from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.formats.storage import PIECE, AnyPlace
+from pagestone.reader.container import Container, Layer, open_to_run
+from pagestone.reader.made import MadeContainer
+
+CODEC = "bf16"
+"""The encoding of the records that are made: the source's own values, and nothing beside them."""
+AS_THEY_ARE = "the checkpoint is not converted: its experts are encoded each time they are read; a container is faster"
+
+
+class SourceMaker:
+    """A `Maker` over a plan; every file it reads is held to the stamp that the plan saw."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._files = SourceFiles(plan.checkpoint.path)
+        self._targets = {t.name: t for t in plan.layers}
+        self._dense = {t.name: (shard.name, t) for shard in plan.dense for t in shard.tensors}
+        self._room = max(ExpertReader.needed(t.source) for t in plan.layers)
+        self._own = threading.local()
+
+    def _reader(self) -> ExpertReader:
+        """The calling thread's own: a reader has one buffer."""
+        reader: ExpertReader | None = getattr(self._own, "reader", None)
+        if reader is None:
+            reader = self._own.reader = ExpertReader(self._files, self._room)
+        return reader
+
+    def record(self, layer: Layer, expert: int, into: memoryview) -> None:
+        target = self._targets[layer.entry.file]
+        self._require_unchanged(_files(target, expert))
+        matrices, _ = self._reader().read(target.source, expert)
+        for slot in layer.layout.record.slots:
+            if slot.part is None:  # the buffer held another record before
+                into[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
+        try:
+            encode_expert(target.header.codec, layer.layout.record, matrices, into)
+        except DataError as error:
+            file = self._plan.checkpoint.path / str(error.file)
+            message = f"expert {expert}: {error.message}"
+            raise DataError(message, code=error.code, file=file, tensor=error.tensor, remedy=error.remedy) from None
+
+    def dense_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
+        return {name: (file, _entry(tensor)) for name, (file, tensor) in self._dense.items()}
+
+    def dense(self, name: str) -> Array:
+        tensor = self._dense[name][1]
+        self._require_unchanged({tensor.source.file, *(r.tensor.file for r in tensor.stored.values())})
+        array = np.empty(tensor.nbytes, np.uint8)
+        room, position = memoryview(bytearray(PIECE)), 0
+        for piece, _, _ in pieces(self._files, tensor, room):
+            array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+            position += len(piece)
+        return array
+
+    def _require_unchanged(self, names: set[str]) -> None:
+        """Raise `DataError` (E1330) if a file is another than when it was planned: no answer of a mixture."""
+        checkpoint = self._plan.checkpoint
+        for name in names:
+            with machine_errors(checkpoint.path / name, "reading the source"):
+                known, now = checkpoint.stamps[name], (checkpoint.path / name).stamp()
+            if now != known:
+                what = next(fact for fact, a, b in zip(FACTS, known, now, strict=True) if a != b)
+                raise DataError(
+                    f"the source changed while it was read: its {what} is another than when it was opened",
+                    code="E1330",
+                    file=checkpoint.path / name,
+                    remedy="see that nothing writes to the checkpoint, then run the same command again",
+                )
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _files(target: LayerTarget, expert: int) -> set[str]:
+    """The files that an expert is made of."""
+    parts = ("gate", "up", "down")
+    return {r.tensor.file for part in parts for r in target.source.matrix(expert, part).ranges}
+
+
+def _entry(tensor: DenseTensor) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
+
+
+def open_virtual(source: AnyPlace, home: Path | None = None) -> MadeContainer:
+    """The bf16 container that `prepare-bf16` would make of `source`, without making it.
+
+    `home` is the directory that holds config.json and the tokenizer: the source's own, which a source that is no
+    directory of this machine has not (`RequestError`, E1331). Raises what `make_plan` raises.
+    """
+    plan = make_plan(Request(source, encodings.get(CODEC)))
+    root = plan.checkpoint.path.path() if home is None else home
+    if root is None:
+        raise RequestError(
+            "a checkpoint in a directory of this machine expected: a model is made of its config.json",
+            code="E1331",
+            file=plan.checkpoint.path,
+            remedy="give a directory that holds its config.json and its tokenizer",
+        )
+    entries = tuple(LayerEntry(t.name, t.header.block, t.header.layer, t.header.count, None) for t in plan.layers)
+    manifest = Manifest(CODEC, plan.codec.parameters, plan.lossless, None, plan.source_facts, entries)
+    # the fingerprint covers names, lengths and headers, not the data: it is no container id, and must not look like one
+    identity = f"source {plan.checkpoint.fingerprint}"
+    return MadeContainer(root, manifest, [t.header for t in plan.layers], SourceMaker(plan), identity)
+
+
+def open_any(path: Path) -> Container:
+    """`open_to_run` for a container, `open_virtual` for a checkpoint.
+
+    What holds a manifest, or an unfinished conversion, is a container or nothing.
+    """
+    ours = (path / MANIFEST).exists() or (path / PARTIAL).exists()
+    if ours or not (path / CONFIG).is_file():
+        return open_to_run(path)
+    return open_virtual(path)
