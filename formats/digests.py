@@ -16,6 +16,11 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def short_digest(data: Buffer) -> int:
+    """XXH3-64 of `data`: for what is checked within one run, and stored nowhere."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 class Hasher:
     """XXH3-128 of a stream of pieces."""
 

@@ -1,8 +1,12 @@
-"""Dense tensors: everything that is no routed expert, mapped or read, and as torch tensors."""
+"""Dense tensors: everything that is no routed expert, mapped or read, and as torch tensors.
+
+Beside plain tensors there are matrices in an encoding, which stay as they are stored (`formats/dense_matrices.py`), and
+tables of which only rows are read (`reader/rows.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagestone.formats import encodings
+from pagestone.formats.dense_matrices import PlacedMatrix, read_matrices
 from pagestone.formats.digests import Hasher
 from pagestone.formats.dtypes import VIEWS, Array, item_size
 from pagestone.formats.encodings import Candidate, Claim, Tensor
@@ -19,9 +24,10 @@ from pagestone.formats.layer_file import sidecar_name
 from pagestone.formats.layout import CODES, align_up
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
-from pagestone.reader.container import TORCH_NAMES, Container
+from pagestone.reader.container import TORCH_NAMES, Container, Matrix, View
 from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 from pagestone.reader.made import MODE, MadeContainer
+from pagestone.reader.rows import FileRows, RowDigests, RowTable
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +46,10 @@ class DenseTensors:
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     mode: str = "direct"
     bytes_read: int = 0
+    matrices: dict[str, Matrix] = field(default_factory=dict, repr=False)
+    """Encoded matrices by the names of their modules."""
+    tables: dict[str, RowTable] = field(default_factory=dict, repr=False)
+    """Tables that are read by rows, by tensor name: their entries are there, their bytes are not."""
 
 
 def dense_files(container: Container) -> list[str]:
@@ -72,10 +82,20 @@ def dense_entries(container: Container) -> dict[str, tuple[str, TensorEntry]]:
     return places
 
 
-def load_dense(container: Container, names: Iterable[str], mode: str, *, verify: bool = True) -> DenseTensors:
+def load_dense(
+    container: Container,
+    names: Iterable[str],
+    mode: str,
+    *,
+    verify: bool = True,
+    matrices: Iterable[str] = (),
+    tables: Iterable[str] = (),
+) -> DenseTensors:
     """The dense tensors called `names`: views of a map (`mmap`), or read past the page cache in one pass a file.
 
-    When read, the whole file is compared with its digest in the manifest; `DataError` (E1205) names it.
+    `matrices` are modules whose encoded matrices are wanted, `tables` those of `names` whose rows are read as they are
+    asked for (when mapped, they are views as the others). When read, whole files are compared with their digests in
+    the manifest; `DataError` (E1205) names the one that differs.
     """
     if isinstance(container, MadeContainer):
         return _made(container, names)
@@ -85,6 +105,7 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
         file, entry = where[name]
         by_file.setdefault(file, []).append(entry)
     dense = DenseTensors(mode=mode)
+    rows = set(tables)
     for file, entries in sorted(by_file.items()):
         path = container.path / file
         entries.sort(key=lambda e: e.offset)
@@ -93,16 +114,14 @@ def load_dense(container: Container, names: Iterable[str], mode: str, *, verify:
             whole = np.frombuffer(map_file(path), np.uint8)
             dense.arrays |= {e.name: whole[e.offset : e.offset + e.nbytes] for e in entries}
             continue
-        digest, way = _read_tensors(path, entries, dense)
-        listed = container.manifest.files[file].xxh3
-        if verify and digest != listed:
-            raise DataError(
-                f"xxh3 of the file expected {listed.hex()}, found {digest.hex()}",
-                code="E1205",
-                file=path,
-                remedy=RESTORE,
-            )
-        dense.mode = "buffered" if "buffered" in (way, dense.mode) and mode == "direct" else dense.mode
+        digests = [RowDigests(e) for e in entries if e.name in rows]
+        whole_ones = [e for e in entries if e.name not in rows]
+        digest, way = _read_tensors(path, whole_ones, digests, dense)
+        _compare(container, file, digest, verify)
+        _note_mode(dense, way)
+        for table in digests:
+            dense.tables[table.entry.name] = FileRows(path, table.entry, table.digests if verify else None)
+    _load_matrices(container, dense, set(matrices), verify)
     return dense
 
 
@@ -115,31 +134,55 @@ def _made(container: MadeContainer, names: Iterable[str]) -> DenseTensors:
     return made
 
 
-def _read_tensors(path: Path, entries: list[TensorEntry], dense: DenseTensors) -> tuple[bytes, str]:
+def _compare(container: Container, file: str, digest: bytes, verify: bool) -> None:
+    listed = container.manifest.files[file].xxh3
+    if verify and digest != listed:
+        raise DataError(
+            f"xxh3 of the file expected {listed.hex()}, found {digest.hex()}",
+            code="E1205",
+            file=container.path / file,
+            remedy=RESTORE,
+        )
+
+
+def _note_mode(dense: DenseTensors, way: str) -> None:
+    dense.mode = "buffered" if "buffered" in (way, dense.mode) else dense.mode
+
+
+def _read_tensors(
+    path: Path, entries: list[TensorEntry], tables: list[RowDigests], dense: DenseTensors
+) -> tuple[bytes, str]:
     """Read a file from front to back, keeping the tensors wanted; its digest and the mode it was read in."""
     room = sum(align_up(e.nbytes, ALIGNMENT) for e in entries)
     memory = np.frombuffer(private_buffer(max(1, room)), np.uint8)
-    targets: list[tuple[TensorEntry, Array]] = []
+    targets: list[tuple[TensorEntry, Callable[[int, memoryview], None]]] = []
     position = 0
     for entry in entries:
         array = memory[position : position + entry.nbytes]
         dense.arrays[entry.name] = array
-        targets.append((entry, array))
+        targets.append((entry, _into(array)))
         position += align_up(entry.nbytes, ALIGNMENT)
+    targets += [(table.entry, lambda _, piece, table=table: table.feed(piece)) for table in tables]  # type: ignore[misc]
     file, hasher = DirectFile(path), Hasher()
     try:
         for start, piece in _pieces(file):
             hasher.update(piece)
             dense.bytes_read += len(piece)
-            bits = np.frombuffer(piece, np.uint8)
-            for entry, array in targets:
-                first, end = max(entry.offset, start), min(entry.offset + entry.nbytes, start + len(bits))
+            for entry, take in targets:
+                first, end = max(entry.offset, start), min(entry.offset + entry.nbytes, start + len(piece))
                 if first < end:
-                    array[first - entry.offset : end - entry.offset] = bits[first - start : end - start]
+                    take(first - entry.offset, piece[first - start : end - start])
         return hasher.digest(), file.mode
     finally:
         file.forget(0)
         file.close()
+
+
+def _into(array: Array) -> Callable[[int, memoryview], None]:
+    def take(at: int, piece: memoryview) -> None:
+        array[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+
+    return take
 
 
 def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
@@ -150,6 +193,92 @@ def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
         offset += got
         if got < READ_AT_ONCE:
             return
+
+
+# -- encoded matrices -------------------------------------------------------------------------------------------------
+
+
+def encoded_matrices(container: Container) -> dict[str, PlacedMatrix]:
+    """Every encoded dense matrix by the name of its module; only headers are read. Raises as `read_matrices`."""
+    listed = container.manifest.dense
+    found: dict[str, PlacedMatrix] = {}
+    if listed is None:
+        return found
+    for file in listed.files:
+        path = container.path / file
+        with MachineErrors(path, "reading"):
+            found |= {p.matrix.name: p for p in read_matrices(path, listed, file)}
+    return found
+
+
+def _load_matrices(container: Container, dense: DenseTensors, names: set[str], verify: bool) -> None:
+    """The encoded matrices called `names` into `dense`, whole files at a time: mapped, or read and compared."""
+    by_file: dict[str, list[PlacedMatrix]] = {}
+    for placed in encoded_matrices(container).values():
+        by_file.setdefault(placed.matrix.file, []).append(placed)
+    for file, matrices in by_file.items():
+        wanted = [p for p in matrices if p.matrix.name in names]
+        path = container.path / file
+        if not wanted:
+            continue
+        if dense.mode == "mmap":
+            whole = np.frombuffer(map_file(path), np.uint8)
+            records = {p.matrix.name: whole[p.offset : p.offset + p.record.nbytes] for p in wanted}
+        else:
+            records, digest, way = _read_records(path, wanted, dense)
+            _compare(container, file, digest, verify)
+            _note_mode(dense, way)
+        dense.matrices |= {p.matrix.name: matrix_in(records[p.matrix.name], container, p) for p in wanted}
+
+
+def matrix_in(record: Array, container: Container, placed: PlacedMatrix) -> Matrix:
+    """Views of a dense matrix in a copy of its record, uint8, wherever that copy lies."""
+    listed = container.manifest.dense
+    if listed is None:
+        raise ValueError("this container has no encoded dense matrices")
+    stored = {}
+    for slot in placed.record.stored:
+        array = record[slot.offset : slot.offset + slot.nbytes].view(VIEWS[slot.dtype]).reshape(slot.shape)
+        array.flags.writeable = False
+        stored[slot.role] = View(array, slot.dtype)
+    return Matrix(listed.encoding, placed.record.rows, placed.record.columns, stored)
+
+
+def _read_records(path: Path, wanted: list[PlacedMatrix], dense: DenseTensors) -> tuple[dict[str, Array], bytes, str]:
+    """Read a file from front to back, each record that is wanted into memory of its own; its digest, and the mode."""
+    file, hasher = DirectFile(path), Hasher()
+    spare = memoryview(private_buffer(READ_AT_ONCE))
+    records: dict[str, Array] = {}
+    offset = 0
+
+    def read(target: memoryview) -> int:
+        nonlocal offset
+        got = file.read_into(target, offset)
+        hasher.update(target[:got])
+        dense.bytes_read += got
+        offset += got
+        return got
+
+    try:
+        for placed in wanted:
+            while offset < placed.offset and read(spare[: placed.offset - offset]):
+                pass
+            memory = private_buffer(placed.record.nbytes)
+            records[placed.matrix.name] = np.frombuffer(memory, np.uint8)
+            whole = memoryview(memory)
+            for at in range(0, len(whole), READ_AT_ONCE):
+                read(whole[at : at + READ_AT_ONCE])
+            if offset < placed.offset + len(whole):
+                raise DataError(
+                    f"{len(whole)} bytes at byte {placed.offset} expected, the file ended at byte {offset}",
+                    code="E1205", file=path, tensor=placed.matrix.name, remedy=RESTORE,
+                )  # fmt: skip
+        while read(spare) == len(spare):
+            pass
+        return records, hasher.digest(), file.mode
+    finally:
+        file.forget(0)
+        file.close()
 
 
 # -- for torch --------------------------------------------------------------------------------------------------------

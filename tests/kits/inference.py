@@ -21,20 +21,20 @@ class Workshop:
     """Makes containers below `root`, each once."""
 
     root: Path
-    _made: dict[tuple[str, str], Path] = field(default_factory=dict)
+    _made: dict[tuple[str, str, str], Path] = field(default_factory=dict)
 
-    def container(self, codec: str, source: Path = TINY) -> Path:
-        """The directory of `source` in `codec`. Not to be changed: take `copy` for that."""
-        key = (codec, str(source))
+    def container(self, codec: str, source: Path = TINY, dense: str = "keep") -> Path:
+        """The directory of `source` in `codec`, dense matrices in `dense`. Not to be changed: take `copy` for that."""
+        key = (codec, str(source), dense)
         if key not in self._made:
             path = self.root / f"{codec}-{len(self._made)}"
-            prepare(source, path, encodings.get(codec), workers=2)
+            prepare(source, path, encodings.get(codec), workers=2, dense=dense)
             self._made[key] = path
         return self._made[key]
 
-    def copy(self, codec: str, to: Path) -> Path:
+    def copy(self, codec: str, to: Path, dense: str = "keep") -> Path:
         """A container of tiny-moe that a test may damage."""
-        shutil.copytree(self.container(codec), to)
+        shutil.copytree(self.container(codec, dense=dense), to)
         return to
 
 
