@@ -39,11 +39,13 @@ class EncodedExpert:
 def encode_expert(
     codec: Codec, layout: RecordLayout, matrices: dict[str, LoadedMatrix], record: memoryview
 ) -> EncodedExpert:
-    """Fill a record buffer (`layout.stride` bytes, pads already zero) from an expert's three source matrices.
+    """Fill a record buffer (`layout.stride` bytes, whatever they hold) from an expert's three source matrices.
 
     Raises `DataError` naming the source tensor, the row and the column where a weight is NaN or Inf, or where a scale
     is none.
     """
+    for pad in (slot for slot in layout.slots if slot.part is None):
+        record[pad.offset : pad.offset + pad.nbytes] = bytes(pad.nbytes)
     encoded = EncodedExpert()
     for part in PARTS:
         matrix, source = matrices[part], matrices[part].origin

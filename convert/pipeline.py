@@ -205,9 +205,6 @@ def _convert_expert(shared: _Shared, writer: LayerWriter, expert: int, hands: _H
     target = writer.target
     matrices, nbytes = hands.reader.read(target.source, expert)
     record = hands.record[: writer.layout.stride]
-    for slot in writer.layout.record.slots:
-        if slot.part is None:
-            record[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
     try:
         encoded = encode_expert(target.header.codec, writer.layout.record, matrices, record)
     except DataError as error:

@@ -407,8 +407,24 @@ UNKNOWN = 1 << 14
 """The most rows of a table whose number of rows nobody knows."""
 
 
-def read_experts(path: AnyPlace, rows: int | None = None, roles: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """The columns of experts.parquet as lists: those of `columns_for(roles)`, or with None of all roles in the file.
+Columns = dict[str, list[Any]]
+"""Columns of experts.parquet as lists, by name."""
+
+
+def read_experts(path: AnyPlace, rows: int | None = None, roles: Iterable[str] | None = None) -> Columns:
+    """The columns of experts.parquet: those of `columns_for(roles)`, or with None of all roles in the file.
+
+    Takes and raises what `experts_groups` does.
+    """
+    table: Columns = {}
+    for group in experts_groups(path, rows, roles):
+        for name, values in group.items():
+            table.setdefault(name, []).extend(values)
+    return table
+
+
+def experts_groups(path: AnyPlace, rows: int | None = None, roles: Iterable[str] | None = None) -> Iterator[Columns]:
+    """The columns of `read_experts`, a row group at a time: as we write it, a layer. First come columns without rows.
 
     `rows` is how many there must be (`Manifest.matrices`); None for any number up to 16,384. It bounds what the file
     may unfold to, and is compared before anything is read. Raises `DataError` (E031x) if the file is damaged, lacks a
@@ -423,11 +439,16 @@ def read_experts(path: AnyPlace, rows: int | None = None, roles: Iterable[str] |
         return DataError(message, code=code, file=file, remedy="restore experts.parquet, or convert again")
 
     raw = _table_bytes(file, UNKNOWN if rows is None else rows, fail)
-    try:
-        with _system_memory():
-            return _table(raw, rows, roles, fail)
-    except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
-        raise fail(f"a Parquet file expected: {error}", "E0311") from None
+    groups = _groups(raw, rows, roles, fail)
+    while True:
+        try:
+            with _system_memory():  # not while a group is looked at: whoever does may have a use for Arrow
+                group = next(groups, None)
+        except (pa.ArrowException, OSError, ValueError) as error:  # OSError: Arrow's own; ValueError: also no UTF-8
+            raise fail(f"a Parquet file expected: {error}", "E0311") from None
+        if group is None:
+            return
+        yield group
 
 
 Fail = Callable[[str, str], DataError]
@@ -442,7 +463,7 @@ def _table_bytes(file: Place, rows: int, fail: Fail) -> bytes:
     return file.read_bytes()
 
 
-def _table(raw: bytes, rows: int | None, roles: Iterable[str] | None, fail: Fail) -> dict[str, list[Any]]:
+def _groups(raw: bytes, rows: int | None, roles: Iterable[str] | None, fail: Fail) -> Iterator[Columns]:
     """The columns of a Parquet file, after its footer and the headers of its pages were compared with `rows`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -468,14 +489,15 @@ def _table(raw: bytes, rows: int | None, roles: Iterable[str] | None, fail: Fail
     _bounded(raw, metadata.num_rows, fail)
     # as dictionaries: one text, however many rows have it
     texts = [name for name, kind in wanted_columns if kind == "string"]
-    table = pq.ParquetFile(pa.BufferReader(raw), metadata=metadata, read_dictionary=texts, **how).read(
-        columns=names, use_threads=False
-    )
-    table.validate(full=True)
-    for name in names:
-        if table.column(name).null_count:
-            raise fail(f"column {name} without nulls expected, found {table.column(name).null_count}", "E0314")
-    return {name: [v for chunk in table.column(name).chunks for v in _values(chunk)] for name in names}
+    file = pq.ParquetFile(pa.BufferReader(raw), metadata=metadata, read_dictionary=texts, **how)
+    yield {name: [] for name in names}
+    for number in range(file.num_row_groups):
+        table = file.read_row_group(number, columns=names, use_threads=False)
+        table.validate(full=True)
+        for name in names:
+            if table.column(name).null_count:
+                raise fail(f"column {name} without nulls expected, found {table.column(name).null_count}", "E0314")
+        yield {name: [v for chunk in table.column(name).chunks for v in _values(chunk)] for name in names}
 
 
 def _roles_of(names: Sequence[str]) -> list[str]:

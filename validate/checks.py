@@ -6,6 +6,8 @@ Everything is read with pread, never mapped: a file that is cut while it is look
 from __future__ import annotations
 
 import hashlib
+import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,17 +37,18 @@ from pagestone.formats.manifest import (
     LayerEntry,
     Manifest,
     columns_for,
+    experts_groups,
     places,
-    read_experts,
 )
 from pagestone.formats.safetensors_header import TensorEntry, read_header
-from pagestone.formats.storage import AnyPlace, place_of
+from pagestone.formats.storage import AnyPlace, Place, page_buffer, place_of
 from pagestone.formats.strict_json import brief
 from pagestone.validate.findings import ERROR, WARNING, Finding, Report, guarded, of_error
 
-Columns = dict[str, list[Any]]
-KEPT = ("file", "expert", "part", "tensor", *(name for name, _ in SUMS))
-"""Columns of experts.parquet that other checks ask for once it is seen that all are right: the rest is let go."""
+Sums = dict[str, Array]
+"""What experts.parquet says that the encoding cost, by layer file: float64 [experts, parts, 2], the columns `SUMS`."""
+WINDOW = 1 << 16
+"""Weights that are decoded at once where only zeros are looked for."""
 Progress = Callable[[int], None]
 
 
@@ -73,8 +76,8 @@ class Context:
     report: Report
     layers: list[OpenLayer] = field(default_factory=list)
     """Layer files whose tables are right."""
-    columns: Columns | None = None
-    """experts.parquet, once it is seen to be right."""
+    sums: Sums | None = None
+    """Of experts.parquet, once it is seen to be right."""
     matrices: list[PlacedMatrix] = field(default_factory=list)
     """Encoded dense matrices, of files whose tables are right."""
     complete: bool = True
@@ -94,7 +97,7 @@ class Check:
 
     `run` yields what it finds when its turn comes. `layer` and `record`, of those that have them, are shown every layer
     file before its records and every record, uint8 [stride], while the check of records reads them: a container is read
-    once, whoever looks at it. `record` is called from several threads.
+    once, whoever looks at it. `record` is called from several threads, which read the next one into the same buffer.
     """
 
     run: Callable[[Context], Iterator[Finding]]
@@ -104,16 +107,33 @@ class Check:
 
 def read_exactly(file: AnyPlace, offset: int, nbytes: int) -> bytearray:
     """`nbytes` of a file from `offset`; `DataError` if it ends too early, `OSError` that names it."""
-    at, data = place_of(file, once=True), bytearray(nbytes)
-    got = at.read_into(memoryview(data), offset)
-    if got < nbytes:
+    data = bytearray(nbytes)
+    fill(place_of(file, once=True), offset, memoryview(data))
+    return data
+
+
+def fill(file: Place, offset: int, target: memoryview) -> None:
+    """Fill `target` from `offset` of a file; raises as `read_exactly`."""
+    got = file.read_into(target, offset)
+    if got < len(target):
         raise DataError(
-            f"{nbytes} bytes at {offset} expected, the file ended after {got}",
+            f"{len(target)} bytes at {offset} expected, the file ended after {got}",
             code="E1002",
-            file=at,
+            file=file,
             remedy="restore the file, or convert again",
         )
-    return data
+
+
+def of_worker(own: threading.local, name: str, nbytes: int) -> memoryview:
+    """A worker's buffer of this name and length, which holds what was last written to it; it ends with its thread.
+
+    Fresh ones of megabytes for every expert take more time than what is done in them, and memory that C libraries keep.
+    """
+    room: memoryview | None = getattr(own, name, None)
+    if room is None:
+        room = memoryview(page_buffer(nbytes))
+        setattr(own, name, room)
+    return room[:nbytes]
 
 
 def entries(root: Path, shard: str) -> tuple[TensorEntry, ...]:
@@ -233,11 +253,12 @@ def check_layer(context: Context, layer: OpenLayer, recorded: tuple[bytes, ...] 
     vouched = recorded is not None and layer_digest(head, recorded) == wanted
 
     file = place_of(layer.path, once=True)
+    own = threading.local()
 
     def one(expert: int) -> tuple[bytes | None, list[Finding]]:
-        start = layer.layout.record_offset(expert)
+        start, raw = layer.layout.record_offset(expert), of_worker(own, "record", layer.layout.stride)
         try:
-            raw = read_exactly(file, start, layer.layout.stride)
+            fill(file, start, raw)
         except (DataError, OSError) as error:
             fault = of_error(error, layer.entry.file, start)
             return None, [replace(fault, message=f"expert {expert}: {fault.message}")]
@@ -368,39 +389,66 @@ def check_config(
         )
 
 
-def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Columns | None, list[Finding]]:
-    """experts.parquet has a row for every matrix, in order, that says where it really lies."""
+def check_experts(root: Path, layers: list[OpenLayer]) -> tuple[Sums | None, list[Finding]]:
+    """experts.parquet has a row for every matrix, in order, that says where it really lies.
+
+    All rows at once would be tens of megabytes: of those seen to be right nothing is kept but the sums.
+    """
     roles = layers[0].layout.record.roles
+    sums: array[float] = array("d")
+
+    def rows() -> Iterator[tuple[Any, ...]]:
+        names = [name for name, _ in columns_for(roles)[: -len(SUMS)]]
+        total = len(PARTS) * sum(layer.header.count for layer in layers)
+        for columns in experts_groups(root / EXPERTS_TABLE, total, roles):
+            for pair in zip(*(columns[name] for name, _ in SUMS), strict=True):
+                sums.extend(pair)
+            yield from zip(*(columns[name] for name in names), strict=True)
+
+    wanted = (row for layer in layers for row in _rows(layer))
     try:
-        columns = read_experts(root / EXPERTS_TABLE, len(PARTS) * sum(layer.header.count for layer in layers), roles)
+        for number, (have, want) in enumerate(zip(rows(), wanted, strict=True)):
+            if have != want:
+                return None, [Finding(ERROR, "E1015", EXPERTS_TABLE, f"row {number}: {want} expected, found {have}")]
     except (PagestoneError, OSError) as error:
         fault = of_error(error, EXPERTS_TABLE)
         return None, [replace(fault, code="E1014") if fault.code == "E0313" else fault]
-    found = zip(*(columns[name] for name, _ in columns_for(roles)[: -len(SUMS)]), strict=True)
-    wanted = (row for layer in layers for row in _rows(layer))
-    for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
-        if have != want:
-            return None, [Finding(ERROR, "E1015", EXPERTS_TABLE, f"row {number}: {want} expected, found {have}")]
-    return {name: columns[name] for name in KEPT}, []
+    table = np.array(sums).reshape(-1, len(PARTS), len(SUMS))
+    ends = np.cumsum([layer.header.count for layer in layers])
+    return dict(zip((layer.entry.file for layer in layers), np.split(table, ends[:-1]), strict=True)), []
 
 
-def _is_zero(layer: OpenLayer, expert: int, part: str) -> bool:
-    """Whether a matrix decodes to zeros: the table's norm is only a hint where to look."""
-    start = layer.layout.record_offset(expert)
-    record = np.frombuffer(read_exactly(layer.path, start, layer.layout.stride), np.uint8)
-    arrays = stored_arrays(layer, record, expert, part)
-    return not layer.header.codec.values(arrays, *layer.header.shape.matrix(part)).any()
+def _zero_parts(layer: OpenLayer, expert: int, parts: list[str]) -> Iterator[str]:
+    """Which of an expert's matrices decode to zeros, by name: the table's norm is only a hint where to look."""
+    start, file, record = layer.layout.record_offset(expert), layer.header, layer.layout.record
+    raw = np.frombuffer(read_exactly(layer.path, start, layer.layout.stride), np.uint8)
+    for part in parts:
+        if _is_zero(file.codec, stored_arrays(layer, raw, expert, part), *file.shape.matrix(part)):
+            yield tensor_name(file.prefix, expert, file.part_names, record.slot(part, CODES))
 
 
-def check_zeros(root: Path, columns: Columns, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
+def _is_zero(codec: Codec, stored: dict[str, Array], rows: int, columns: int) -> bool:
+    """Whether a matrix decodes to zeros, a few rows at a time: values take several times the bytes of codes."""
+    step = max(1, WINDOW // columns)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        part, cut = codec.window(rows, columns, first, count)
+        if part.values({role: array[cut[role]] for role, array in stored.items()}, count, columns).any():
+            return False
+    return True
+
+
+def check_zeros(root: Path, sums: Sums, layers: list[OpenLayer], dense: list[str]) -> Iterator[Finding]:
     """Warn of expert matrices, and of routers, that are all zero: their number and the first of each."""
-    by_file = {layer.entry.file: layer for layer in layers}
-    rows = zip(columns["file"], columns["expert"], columns["part"], columns["tensor"], columns["squared_norm"],
-               strict=True)  # fmt: skip
-    zero = [name for file, expert, part, name, norm in rows if norm == 0 and _is_zero(by_file[file], expert, part)]
-    if zero:
-        total = len(columns["tensor"])
-        yield Finding(WARNING, "W0620", EXPERTS_TABLE, f"{len(zero)} of {total} matrices are all zero, first {zero[0]}")
+    number, first = 0, ""
+    for layer in layers:
+        for expert, norms in enumerate(sums[layer.entry.file][..., 1]):
+            hinted = [part for part, norm in zip(PARTS, norms, strict=True) if norm == 0]
+            for name in _zero_parts(layer, expert, hinted) if hinted else ():
+                number, first = number + 1, first or name
+    if number:
+        total = sum(table[..., 1].size for table in sums.values())
+        yield Finding(WARNING, "W0620", EXPERTS_TABLE, f"{number} of {total} matrices are all zero, first {first}")
     family = families.of_config(_config(root) or {})
     if family is None:
         return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layer_file import beside_of
 from pagestone.formats.layout import PARTS
-from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, Manifest
+from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, SUMS, Manifest
 from pagestone.formats.storage import PIECE, AnyPlace, Place, place_of
-from pagestone.validate.checks import Check, Columns, Context, OpenLayer, Progress, codec_of, read_exactly
+from pagestone.validate.checks import Check, Context, OpenLayer, Progress, Sums, codec_of, of_worker, read_exactly
 from pagestone.validate.findings import ERROR, WARNING, Finding, guarded, of_error
 from pagestone.validate.matrices import compare_matrices
 
@@ -32,33 +32,29 @@ class Comparison:
     plan: Plan
     files: SourceFiles
     targets: dict[str, LayerTarget]
+    rooms: tuple[int, int]
+    """Bytes that the largest expert takes in the source, and as a record."""
     chosen: set[tuple[str, int]] | None = None
     """(layer file, expert) to compare; None for all."""
     unlike: set[str] = field(default_factory=set)
     """Layer files whose experts cannot be compared: the source has no such layer, or one of another shape."""
-    statistics: dict[tuple[str, int, str], tuple[float, float]] = field(default_factory=dict)
+    sums: Sums = field(default_factory=dict)
+    """What encoding cost again, as experts.parquet has it; NaN where no expert was compared."""
     requantised: int = 0
     """Matrices met so far whose codes the codec could not keep."""
-    rooms: dict[str, int] = field(default_factory=dict)
-    """Bytes that the largest expert of a layer takes, by layer file."""
+    own: threading.local = field(default_factory=threading.local)
+    """A worker's buffers; they end with its thread."""
 
     def close(self) -> None:
         self.files.close()
 
     def check(self) -> Check:
-        """The comparison as one check of `verify`, the last: headers, records, then everything else."""
+        """The comparison as one check of `verify`: headers, records, then everything else."""
         return Check(self._rest, self._heads, self._expert)
 
-    def _remember(self, columns: Columns) -> None:
-        """Compare the statistics of experts.parquet too, from now on."""
-        keys: Any = zip(columns["file"], columns["expert"], columns["part"], strict=True)
-        values: Any = zip(columns["squared_error"], columns["squared_norm"], strict=True)
-        self.statistics = dict(zip(keys, values, strict=True))
-
-    def _room(self, target: LayerTarget) -> int:
-        if target.name not in self.rooms:
-            self.rooms[target.name] = ExpertReader.needed(target.source)
-        return self.rooms[target.name]
+    def check_of_table(self) -> Check:
+        """What is left of it once experts.parquet was read: what it says that encoding cost."""
+        return Check(self._table)
 
     def _covers(self, file: str, expert: int) -> bool:
         """Whether this expert is to be compared."""
@@ -66,8 +62,6 @@ class Comparison:
 
     def _heads(self, context: Context, layer: OpenLayer) -> Iterator[Finding]:
         """Compare the headers of a layer file and its sidecar with those the source gives."""
-        if context.columns is not None and not self.statistics:
-            self._remember(context.columns)
         root, name = context.root, layer.entry.file
         target = self.targets.get(name)
         if target is None or target.header != layer.header:
@@ -76,6 +70,7 @@ class Comparison:
                 message = "the source would give a layer of another shape, codec or name"
                 yield Finding(ERROR, "E1021", name, message)
             return
+        self.sums[name] = np.full((target.header.count, len(PARTS), len(SUMS)), np.nan)
         wanted = {name: target.header.head()}
         if layer.entry.sidecar is not None:
             wanted[layer.entry.sidecar] = target.header.sidecar_head()
@@ -84,15 +79,14 @@ class Comparison:
                 yield Finding(ERROR, "E1027", file, "its header is not what the source gives")
 
     def _expert(self, _context: Context, layer: OpenLayer, expert: int, record: Array) -> Iterator[Finding]:
-        """Compare one record, its row sums and its recorded statistics with the source."""
+        """Compare one record and what lies beside it with the source; what encoding cost is for `_table`."""
         name = layer.entry.file
         if not self._covers(name, expert):
             return
         target = self.targets[name]
         try:
-            reader = ExpertReader(self.files, self._room(target))
-            matrices, _ = reader.read(target.source, expert)
-            again = memoryview(bytearray(layer.layout.stride))
+            matrices, _ = self._reader().read(target.source, expert)
+            again = of_worker(self.own, "record", self.rooms[1])[: layer.layout.stride]
             encoded = encode_expert(layer.header.codec, layer.layout.record, matrices, again)
         except PagestoneError as error:
             yield of_error(error, name)
@@ -106,14 +100,25 @@ class Comparison:
                     at = tuple(place)
                     message = f"expert {expert} {part} row {place[0]}: {role} {want[at]} expected, found {have[at]}"
                     yield Finding(ERROR, "E1023", str(layer.entry.sidecar), message)
-        for part in PARTS:
-            recorded = self.statistics.get((name, expert, part))
-            again_stats = (encoded.stats[part].squared_error, encoded.stats[part].squared_norm)
-            if recorded is not None and recorded != again_stats:
-                message = (
-                    f"{name} expert {expert} {part}: squared error and norm {again_stats} expected, found {recorded}"
-                )
-                yield Finding(ERROR, "E1024", EXPERTS_TABLE, message)
+        for number, part in enumerate(PARTS):
+            stats = encoded.stats[part]
+            self.sums[name][expert, number] = stats.squared_error, stats.squared_norm
+
+    def _reader(self) -> ExpertReader:
+        if not hasattr(self.own, "reader"):
+            self.own.reader = ExpertReader(self.files, self.rooms[0])
+        reader: ExpertReader = self.own.reader
+        return reader
+
+    def _table(self, context: Context) -> Iterator[Finding]:
+        """Compare what experts.parquet says that encoding cost with what it cost again."""
+        recorded = {} if context.sums is None else context.sums
+        for name, again in self.sums.items() if recorded else ():
+            differ = (recorded[name] != again).any(axis=2) & ~np.isnan(again).any(axis=2)
+            for expert, number in np.argwhere(differ).tolist():
+                want, have = (tuple(sums[expert, number].tolist()) for sums in (again, recorded[name]))
+                words = f"squared error and norm {want} expected, found {have}"
+                yield Finding(ERROR, "E1024", EXPERTS_TABLE, f"{name} expert {expert} {PARTS[number]}: {words}")
 
     @staticmethod
     def _bytes(layer: OpenLayer, expert: int, have: Array, want: Array) -> Iterator[Finding]:
@@ -232,4 +237,8 @@ def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None
     if sample is not None:
         every = [(t.name, e) for t in plan.layers for e in range(t.header.count)]
         chosen = set(random.Random(manifest.container_id).sample(every, min(sample, len(every))))
-    return Comparison(plan, SourceFiles(plan.checkpoint.path), targets, chosen)
+    rooms = (
+        max(ExpertReader.needed(t.source) for t in plan.layers),
+        max(t.header.layout().stride for t in plan.layers),
+    )
+    return Comparison(plan, SourceFiles(plan.checkpoint.path), targets, rooms, chosen)

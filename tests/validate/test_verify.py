@@ -20,6 +20,7 @@ from kits.vectors import generator
 from pagestone.formats import encodings
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.manifest import read_manifest
+from pagestone.formats.storage import Place
 from pagestone.reader.container import Layer, open_container
 from pagestone.validate import checks
 from pagestone.validate import verify as verifying
@@ -597,11 +598,11 @@ def test_the_same_weights_in_other_shards_are_no_error(container, source, tmp_pa
 def test_a_check_is_shown_every_record_once(container, source, monkeypatch):
     """A check that asks for layers and records gets each once, and no record is read again for it."""
     seen, reads = [], []
-    real = checks.read_exactly
+    real = checks.fill
 
-    def read(file: Path, offset: int, nbytes: int) -> bytearray:
+    def fill(file: Place, offset: int, target: memoryview) -> None:
         reads.append((str(file), offset))
-        return real(file, offset, nbytes)
+        real(file, offset, target)
 
     def layer(context: Context, shown: OpenLayer) -> Iterator[Finding]:
         seen.append((shown.entry.file, None, len(context.layers)))
@@ -616,7 +617,7 @@ def test_a_check_is_shown_every_record_once(container, source, monkeypatch):
 
     own = Check(last, layer, record)
     monkeypatch.setattr(verifying, "CHECKS", (*verifying.CHECKS, own))
-    monkeypatch.setattr(checks, "read_exactly", read)
+    monkeypatch.setattr(checks, "fill", fill)
     report = verify(container, source=source)
     stride = open_container(container).layers[0].stride
     assert sorted(seen, key=str) == sorted(
