@@ -26,13 +26,13 @@ SHARE = 2
 """By default experts get 1/SHARE of the memory that is free once the dense tensors are in."""
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `2GiB`, `512M`, `1.5 GB` or `1048576`; raises `RequestError`."""
+def parse_size(text: str, option: str = "--budget") -> int:
+    """Bytes of `2GiB`, `512M`, `1.5 GB` or `1048576`; raises `RequestError` (E1241) that names the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     nbytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0  # infinite for hundreds of digits
     if not 1 <= nbytes < MOST_BYTES:
         raise RequestError(f"a size such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
-                           code="E1241", remedy="give --budget so")  # fmt: skip
+                           code="E1241", remedy=f"give {option} so")  # fmt: skip
     return int(nbytes)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagestone.formats.errors import PagestoneError
+from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.text import size_text
 from pagestone.reader.decoding import Emit, Speech, ignore
 from pagestone.reader.leases import Counters, Totals
@@ -19,6 +19,10 @@ from pagestone.reader.text import Message, Tokenizer, check_ids
 
 if TYPE_CHECKING:
     from types import FrameType
+
+
+ROOM = 256
+"""Tokens of an answer that a larger context is recommended to have room for."""
 
 
 class TurnEnded(Exception):
@@ -71,8 +75,10 @@ class Turn:
     """The field of a message in which this model's chat template looks for the thought."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    context: int | None = None
+    """Tokens that the state has room for; None if it grows."""
     stopped: str = "length"
-    """"eos", "length" or "interrupted"."""
+    """"eos", "length", "context" or "interrupted"."""
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
     """What experts cost until the first token was chosen, and after it."""
@@ -103,6 +109,8 @@ class Turn:
         cut = {
             "eos": "the model ended within its thought",
             "length": f"cut after {len(self.ids)} tokens; --max-new-tokens allows more",
+            "context": f"cut after {len(self.ids)} tokens: the context of {self.context or 0:,} is full; --context "
+            "gives it more",
             "interrupted": "interrupted",
         }[self.stopped]
         return f"({cut})" if self.answered else f"({cut}: there is no answer, only a thought)"
@@ -154,12 +162,14 @@ class Conversation:
         """At most `limit` tokens after `ids`; text is emitted as soon as its characters are whole.
 
         `emit` is given the answer, `think` the thought; with `raw` everything is answer. Ctrl-C ends it early; what was
-        said until then is in the turn. Raises `RequestError` for ids that the model does not have (E1233, E1243).
+        said until then is in the turn. A full context ends it, too. Raises `RequestError` for ids that the model does
+        not have (E1233, E1243), and for more than its context holds (E1272).
         """
         check_ids(ids, self.model.vocabulary, self.tokenizer.place)
+        self.check_room(ids)
         self._warn(len(ids), limit)
         begun = self._known(ids)
-        turn = Turn(len(ids), len(ids) - begun)
+        turn = Turn(len(ids), len(ids) - begun, context=self.model.context.tokens)
         before = self._counted()
         speech = Speech(self.tokenizer, ids, emit, think, raw=raw)
         with interruptible(self.model):
@@ -176,6 +186,16 @@ class Conversation:
             (turn.prefill - before, after - turn.prefill) if turn.ids else (after - before, Counters())
         )
         return turn
+
+    def check_room(self, ids: Sequence[int]) -> None:
+        """Refuse (E1272) a prompt that leaves the context no room for an answer."""
+        room = self.model.context.tokens
+        if room is not None and len(ids) > room:
+            raise RequestError(
+                f"a prompt of at most {room:,} tokens expected (the context), found {len(ids):,}",
+                code="E1272",
+                remedy=f"say less, begin anew, or give --context {len(ids) + ROOM} or more (and --memory for it)",
+            )
 
     def _warn(self, prompt: int, limit: int) -> None:
         """Say it before the model is taken beyond the positions it was made for."""
@@ -224,6 +244,9 @@ class Conversation:
             speech.add(chosen)
             if len(turn.ids) >= limit:
                 return
+            if turn.context is not None and len(self._fed) >= turn.context:
+                turn.stopped = "context"
+                return
             pending = [chosen]
 
 
@@ -246,6 +269,7 @@ def converse(
             asked = [*messages, {"role": "user", "content": said}]
             ids = talk.tokenizer.chat(asked)
             check_ids(ids, talk.model.vocabulary, talk.tokenizer.place)
+            talk.check_room(ids)
         except KeyboardInterrupt:
             note("(Ctrl-D ends the session)")
             continue

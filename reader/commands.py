@@ -162,8 +162,25 @@ Default = "Default: what generation_config.json recommends, "
 class Running:
     """The options of `run` and `chat` alike: how experts are read, and how answers are made."""
 
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for everything, such as 4GiB: libraries, dense tensors, context and experts. What it is used "
+            "for is printed before the model is loaded."
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="Tokens of prompt and answer together. Default with --memory: at most 8192, what the "
+            "model was made for, and what the memory leaves; without: no limit.",
+        ),
+    ] = None
     budget: Annotated[
-        str | None, typer.Option(help="Memory for experts, such as 2GiB. Default: half of what is free, at most all.")
+        str | None,
+        typer.Option(help="Memory for experts alone, such as 2GiB. Default: half of what is free, at most all."),
     ] = None
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct"
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2
@@ -211,7 +228,8 @@ class Running:
 
         options = SessionOptions(
             self.io, None if self.budget is None else parse_size(self.budget), self.threads, self.experts,
-            self.tokenizer, parse_variables(self.template_var or []),
+            self.tokenizer, parse_variables(self.template_var or []), context=self.context,
+            memory=None if self.memory is None else parse_size(self.memory, "--memory"),
         )  # fmt: skip
         return Session(directory, options, _note, open_to_run if opener is None else opener)
 

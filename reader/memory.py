@@ -96,3 +96,22 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+# -- this process -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of this process that are in memory now, and the most that ever were."""
+
+    now: int
+    peak: int
+
+
+def process_memory(root: Path = Path("/")) -> ProcessMemory | None:
+    """What the kernel counts of this process (VmRSS, VmHWM); None where it does not say."""
+    found = dict(re.findall(r"(?m)^(VmRSS|VmHWM):\s*(\d+) kB", _text(root / "proc/self/status")))
+    if found.keys() < {"VmRSS", "VmHWM"}:
+        return None
+    return ProcessMemory(int(found["VmRSS"]) * 1024, int(found["VmHWM"]) * 1024)

@@ -81,6 +81,8 @@ class Context:
         self.store, self.experts, self.device = store, experts, device
         self.threads: int | None = None
         """Threads of a native product; None: as many as torch uses. They change no bit."""
+        self.tokens: int | None = None
+        """Tokens that the state has room for, prompts and answers together; None: as many as memory has."""
         self.observer: Observer | None = None
         self.checkpoint: Callable[[], None] = lambda: None
         """Called before every layer's experts; may raise to stop the forward pass where nothing is leased."""
@@ -182,13 +184,15 @@ class Loading:
     """How a model is to be made of a container and a store. Raises `RequestError` (E1244, E1290).
 
     `experts` is one of `PRODUCTS`; `attention` a name the host knows, None for its own choice; `verify` compares dense
-    tensors with their digests.
+    tensors with their digests; `context` is how many tokens the state has room for from the beginning, None to let it
+    grow.
     """
 
     experts: str = NATIVE
     device: str = CPU
     attention: str | None = None
     verify: bool = True
+    context: int | None = None
 
     def __post_init__(self) -> None:
         check_experts(self.experts)

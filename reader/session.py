@@ -11,8 +11,8 @@ one. The model is loaded when it is first asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,25 @@ from pagestone.formats import native
 from pagestone.formats.errors import RequestError
 from pagestone.formats.text import size_text
 from pagestone.reader import hosts
-from pagestone.reader.budget import default_budget, largest_record, row_sum_bytes
+from pagestone.reader.budget import MOST_BYTES, default_budget, largest_record, row_sum_bytes
 from pagestone.reader.cache import check_budget
 from pagestone.reader.chat import Conversation
 from pagestone.reader.container import Container, Opener, open_to_run
 from pagestone.reader.dense import DenseTensors, dense_entries
 from pagestone.reader.errors import Closing
+from pagestone.reader.footprint import MEASURED, Footprint
+from pagestone.reader.memory import available_memory, process_memory
+from pagestone.reader.memory_plan import (
+    CONTEXT,
+    VOCABULARY,
+    Line,
+    MemoryPlan,
+    Needs,
+    plan_memory,
+    process_line,
+    tokenizer_line,
+    trim,
+)
 from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_device, check_runnable, experts_for
 from pagestone.reader.sampling import Sampling, choose_sampling
 from pagestone.reader.store import MODES, ExpertStore, StoreOptions, open_store
@@ -43,9 +56,11 @@ def ignore(text: str) -> None:
 class SessionOptions:
     """How a model is to be run.
 
-    `io` is one of `store.MODES`; `budget` is bytes, for `direct` only, None for what is free; `experts` is "auto" or
-    one of `model.PRODUCTS`; `tokenizer` is a directory that holds one, `variables` are given to its chat template;
-    `host` names one of `hosts.registry()`, `attention` a function it knows.
+    `io` is one of `store.MODES`; `memory` is bytes for everything the process holds (`Session.plan`), `budget` bytes
+    for experts alone, for `direct` only; without either, experts get a share of what is free. `context` is how many
+    tokens prompts and answers have together, None for what the plan chooses, or without `memory` for as many as there
+    are. `experts` is "auto" or one of `model.PRODUCTS`; `tokenizer` is a directory that holds one, `variables` are
+    given to its chat template; `host` names one of `hosts.registry()`, `attention` a function it knows.
     """
 
     io: str = "direct"
@@ -57,11 +72,19 @@ class SessionOptions:
     host: str = hosts.DEFAULT
     device: str = CPU
     attention: str | None = None
+    memory: int | None = None
+    context: int | None = None
 
 
 def _check(options: SessionOptions) -> None:
-    """Refuse (E1240, E1290) what no store could be opened with, and no model made."""
+    """Refuse (E1240, E1273, E1274, E1290) what no store could be opened with, and no model made."""
     check_device(options.device)
+    if options.memory is not None and options.budget is not None:
+        raise RequestError("--memory or --budget expected, found both: what --memory leaves is the budget of experts",
+                           code="E1273", remedy="leave one of them out")  # fmt: skip
+    if options.context is not None and options.context < 1:
+        raise RequestError(f"a --context of at least 1 token expected, found {options.context}",
+                           code="E1274", remedy="leave it out, or give one that holds prompts and answers")  # fmt: skip
     if options.io not in MODES:
         raise RequestError(
             f"--io expected to be one of {', '.join(MODES)}, found {options.io!r}", code="E1240", remedy="choose one"
@@ -93,6 +116,8 @@ class Session(Closing):
         self.options = SessionOptions() if options is None else options
         self._note = note
         self._model: Model | None = None
+        self._vocabulary_bytes = 0
+        self._footprints: dict[int, Footprint | None] = {}
         _check(self.options)
         self._host = hosts.get(self.options.host)
         self._host.require()
@@ -116,7 +141,54 @@ class Session(Closing):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The container's tokenizer, or the one the options name. Raises as `open_tokenizer`."""
-        return open_tokenizer(self.path, self.options.tokenizer, self.options.variables)
+        if self.options.memory is not None:
+            _ = self._footprint(CONTEXT)  # libraries are not the tokenizer's
+        before = process_memory() if self.options.memory is not None else None
+        opened = open_tokenizer(self.path, self.options.tokenizer, self.options.variables)
+        if before is not None:
+            trim()
+            after = process_memory()
+            self._vocabulary_bytes = 0 if after is None else max(0, after.now - before.now)
+        return opened
+
+    @cached_property
+    def plan(self) -> MemoryPlan | None:
+        """What everything takes under `options.memory`; None without it. Asked once, before anything is loaded.
+
+        `plan_for` says how. Raises as `plan_memory`.
+        """
+        return None if self.options.memory is None else self.plan_for()
+
+    def plan_for(
+        self, *, prompt: int | None = None, logits: int = 1, extra: Sequence[Line] = (), io: str | None = None
+    ) -> MemoryPlan:
+        """The plan for `options.memory` (or what is free), with other needs; see `memory_plan.Needs`.
+
+        The libraries are imported for it, so that they can be measured.
+        """
+        options = self.options
+        cap = available_memory() if options.memory is None else options.memory
+        needs = Needs(MOST_BYTES if cap is None else cap, options.context, io or options.io, prompt, logits)
+        model = self._footprint(max(CONTEXT, needs.context or 0, prompt or 0))
+        return plan_memory(self.container, self.loading, needs, model=model, process=self._process(), extra=extra)
+
+    def _footprint(self, longest: int) -> Footprint | None:
+        """What the host says of the model with prompts of up to `longest` tokens, asked once."""
+        if longest not in self._footprints:
+            self._footprints[longest] = self._host.footprint(self.container, self.loading, longest)
+        return self._footprints[longest]
+
+    def _process(self) -> list[Line]:
+        """What the process takes, its tokenizer apart: measured if it is there already."""
+        if "tokenizer" in self.__dict__ and self._vocabulary_bytes:
+            return [process_line(self._vocabulary_bytes), Line(VOCABULARY, self._vocabulary_bytes, MEASURED)]
+        tokenizer = None if "tokenizer" in self.__dict__ else tokenizer_line(self.container)
+        return [process_line(), *([] if tokenizer is None else [tokenizer])]
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens the model's state has room for; None: it grows."""
+        return self.options.context if self.plan is None else self.plan.context
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -149,7 +221,7 @@ class Session(Closing):
     def model_over(self, store: ExpertStore, dense: DenseTensors | None = None) -> Model:
         """Another model of the container, over a store of the caller's; who closes it closes the store."""
         try:
-            return self._host.load(self.container, store, self.loading, dense)
+            return self._host.load(self.container, store, replace(self.loading, context=self.context), dense)
         except BaseException:
             store.close()
             raise
@@ -163,6 +235,10 @@ class Session(Closing):
         container, io = self.container, self.options.io
         sums = row_sum_bytes(container) if self.loading.experts == NATIVE else 0
         room = self.options.budget
+        if self.plan is not None:
+            for text in self.plan.text().splitlines():
+                self._note(text)
+            room = self.plan.cache_bytes if io == "direct" else None
         if io == "direct" and room is None:
             room = default_budget(container, sum(e.nbytes for _, e in dense_entries(container).values()) + sums)
         store, notes = self.open_store(io, room, self._note)

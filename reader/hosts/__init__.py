@@ -16,6 +16,7 @@ from typing import Protocol
 from pagestone.formats.errors import RequestError
 from pagestone.reader.container import Container
 from pagestone.reader.dense import DenseTensors
+from pagestone.reader.footprint import Footprint
 from pagestone.reader.model import Loading, Model
 from pagestone.reader.store import ExpertStore
 
@@ -32,6 +33,12 @@ class Host(Protocol):
 
     def vocabulary_of(self, root: Path) -> int:
         """How many tokens the model of a directory's config.json knows; no model is made. `RequestError` (E1225)."""
+
+    def footprint(self, container: Container, how: Loading, longest: int) -> Footprint | None:
+        """What the container's model takes beside its weights, with prompts of up to `longest` tokens.
+
+        The libraries that loading needs are imported then. None: nothing better than what config.json says.
+        """
 
     def load(self, container: Container, store: ExpertStore, how: Loading, dense: DenseTensors | None = None) -> Model:
         """The container's model with its experts coming from `store`, which the model then closes.

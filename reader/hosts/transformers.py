@@ -21,6 +21,7 @@ from pagestone.reader.configs import require_family, understood, vocabulary_of
 from pagestone.reader.container import Container, Layer
 from pagestone.reader.dense import DenseTensors, decoded, dense_codes, dense_entries, dense_tensor, load_dense
 from pagestone.reader.errors import Closing
+from pagestone.reader.footprint import RECURRENT_LAYERS, Footprint
 from pagestone.reader.libraries import quiet, reason, require
 from pagestone.reader.model import (
     BOTH,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 PACKED = "pagestone_packed"
 """Our attention function's name in transformers' registries."""
 LIBRARIES = ("torch", "transformers")
-RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
-"""Words of a config's `layer_types` for layers whose state is of one size."""
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -177,13 +176,21 @@ class _Transformers:
     def vocabulary_of(self, root: Path) -> int:
         return vocabulary_of(root)
 
+    def footprint(self, container: Container, how: Loading, longest: int) -> Footprint | None:
+        from pagestone.reader import experts  # noqa: F401 - what loading imports is there to be measured
+
+        quiet()
+        register_attention()
+        _empty_model(container, PACKED if how.attention is None else how.attention)
+        return None
+
     def load(
         self, container: Container, store: ExpertStore, how: Loading, dense: DenseTensors | None = None
     ) -> TransformersModel:
         attention = PACKED if how.attention is None else how.attention
         return load(
             container, store, attention=attention, dense=dense, verify=how.verify, experts=how.experts,
-            device=how.device,
+            device=how.device, tokens=how.context,
         )  # fmt: skip
 
 
@@ -199,12 +206,13 @@ def load(
     verify: bool = True,
     experts: str = NATIVE,
     device: str = CPU,
+    tokens: int | None = None,
 ) -> TransformersModel:
     """The container's model with its experts coming from `store`.
 
     Dense tensors are mapped if the store maps, else read; `dense` gives them instead. `attention` is our packed
-    function or any name transformers knows; for `experts` and `device` see `Loading`. Raises `RequestError` for
-    containers that cannot run (E122x).
+    function or any name transformers knows; for `experts`, `device` and `tokens` (its context) see `Loading`. Raises
+    `RequestError` for containers that cannot run (E122x).
     """
     HOST.require()
     check_runnable(container)
@@ -217,6 +225,7 @@ def load(
     if experts == NATIVE:
         require_native(dtype)
     context = Context(store, experts, device)
+    context.tokens = tokens
     replaced = _replace_experts(model, container, context)
     host = TransformersModel(model, context, text_config, dtype, attention)
     expected = {name for name in model.state_dict() if not name.startswith(replaced)}

@@ -102,9 +102,13 @@ class Sums:
     def vocabulary_of(self, root: Path) -> int:
         return int(read_config(root)[1]["vocab_size"])
 
+    def footprint(self, container: Container, how: Loading, longest: int) -> None:
+        """Nothing better than what config.json says."""
+
     def load(
         self, container: Container, store: ExpertStore, how: Loading, dense: DenseTensors | None = None
     ) -> SumModel:
         context = Context(store, how.experts, how.device)
+        context.tokens = how.context
         self.made.append(SumModel(container, context, self.vocabulary_of(container.path), self.says))
         return self.made[-1]

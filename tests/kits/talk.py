@@ -16,7 +16,7 @@ class Parrot:
     def __init__(self, answers: Sequence[Sequence[int]], vocabulary: int, positions: int | None = None) -> None:
         self.vocabulary, self.positions = vocabulary, positions
         self.heard: list[list[int]] = []
-        self.context = SimpleNamespace(store=SimpleNamespace(counters={}), checkpoint=lambda: None)
+        self.context = SimpleNamespace(store=SimpleNamespace(counters={}), checkpoint=lambda: None, tokens=None)
         self._answers = [list(a) for a in answers]
         self._left: list[int] = []
         self._end = 0

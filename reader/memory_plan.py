@@ -1,0 +1,264 @@
+"""What running a model takes, line by line, under a cap for all of it; what is left is the cache of experts.
+
+    plan = plan_memory(container, Loading(), Needs(cap=4 << 30))
+    print(plan.text())
+    store = open_store(container, StoreOptions("direct", plan.cache_bytes))
+
+No model is loaded for a plan, and no library is needed: what the process itself takes is measured where it holds the
+libraries already, else estimated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagestone.formats.errors import RequestError
+from pagestone.formats.text import size_text
+from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
+from pagestone.reader.container import Container
+from pagestone.reader.dense import dense_entries
+from pagestone.reader.footprint import COMPUTED, ESTIMATED, MEASURED, Footprint, footprint
+from pagestone.reader.memory import process_memory
+from pagestone.reader.model import NATIVE, Loading
+
+CONTEXT = 8192
+"""Tokens of the context unless more is asked for: the published 262,144 would take gigabytes."""
+LEAST_CONTEXT = 512
+"""Tokens that a context has at least if nobody asks for fewer."""
+STEP = 64
+"""A context that is chosen is a multiple of it."""
+SHARE = 2
+"""A context that is chosen takes at most 1/SHARE of what experts could have."""
+LIBRARIES = 512 << 20
+"""Bytes of an interpreter with torch and transformers, where they are not there to be measured."""
+GROWTH = 48 << 20
+"""Bytes that libraries take when they are first used: pages of code, threads, kernels made for this processor."""
+SLACK = 1 / 64
+"""What allocators keep and tables of pages take, of everything else."""
+TOKENIZER = 14
+"""Bytes in memory for every byte of a tokenizer.json."""
+UNUSED = ("mtp.", "model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
+"""How names begin that no language model uses: they are not loaded."""
+PROCESS, VOCABULARY, DENSE, ROWS, STATE, WORKING, PRODUCTS, TRANSIENTS, EXPERTS = (
+    "interpreter and libraries", "tokenizer", "dense tensors", "row sums of experts", "state for the context",
+    "working space of a prompt", "experts being decoded", "transients and slack", "experts",
+)  # fmt: skip
+"""The names of lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One part of a plan: bytes, and how they are known ("measured", "computed" or "estimated")."""
+
+    name: str
+    nbytes: int
+    known: str = COMPUTED
+    detail: str = ""
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        return {"name": self.name, "bytes": self.nbytes, "known": self.known, "detail": self.detail}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What is asked of a plan: `cap` bytes for everything.
+
+    `context` is tokens, None to let the plan choose; `prompt` the most tokens that are fed at once, None for as many as
+    the context has; `logits` the most rows of logits that are made at once. `io` is one of `store.MODES`.
+    """
+
+    cap: int
+    context: int | None = None
+    io: str = "direct"
+    prompt: int | None = None
+    logits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Everything a running model takes; `lines` and `cache_bytes` together are the cap.
+
+    `cache_bytes` are for expert records. `smallest` is the least cap with which this would run at all: a cache of one
+    record, and the context asked for, or the least that is chosen. `records` are all records there are.
+    """
+
+    cap: int
+    context: int
+    lines: tuple[Line, ...]
+    cache_bytes: int
+    smallest: int
+    records: int
+    io: str = "direct"
+    notes: tuple[str, ...] = field(default=())
+
+    def line(self, name: str) -> int:
+        """Bytes of the lines of a name."""
+        return sum(line.nbytes for line in self.lines if line.name == name)
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        lines = [*self.lines, Line(EXPERTS, self.cache_bytes, COMPUTED, self._held())]
+        return {
+            "cap": self.cap, "context": self.context, "io": self.io, "lines": [line.table() for line in lines],
+            "cache_bytes": self.cache_bytes, "smallest": self.smallest, "notes": list(self.notes),
+        }  # fmt: skip
+
+    def _held(self) -> str:
+        share = min(1.0, self.cache_bytes / self.records) if self.records else 1.0
+        return f"what is left: {100 * share:.1f} % of all records" if self.io == "direct" else ""
+
+    def text(self) -> str:
+        """The plan, a line each, for people."""
+        rows = [*self.lines, Line(EXPERTS, self.cache_bytes, COMPUTED, self._held())]
+        width = max(len(line.name) for line in rows)
+        said = [
+            f"  {line.name:<{width}}{size_text(line.nbytes):>12}  {', '.join(filter(None, (line.known, line.detail)))}"
+            for line in rows
+            if line.nbytes
+        ]
+        head = f"memory: {size_text(self.cap)} for everything, a context of {self.context:,} tokens"
+        return "\n".join([head, *said, *(f"  {note}" for note in self.notes)])
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+
+def trim() -> None:
+    """Give back to the system what was freed, where the C library can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def process_line(used: int = 0) -> Line:
+    """What this process takes now, without `used` bytes that have lines of their own, and what libraries will add."""
+    trim()
+    found = process_memory()
+    if found is None:
+        return Line(PROCESS, LIBRARIES + GROWTH, ESTIMATED)
+    return Line(PROCESS, max(0, found.now - used) + GROWTH, MEASURED, f"and {size_text(GROWTH)} once they are used")
+
+
+def libraries_line() -> Line:
+    """The same where libraries are not loaded."""
+    return Line(PROCESS, LIBRARIES + GROWTH, ESTIMATED, "libraries are not loaded here")
+
+
+def tokenizer_line(container: Container) -> Line | None:
+    """What the container's tokenizer will take; None if it has none."""
+    sizes = [f.nbytes for name, f in container.manifest.files.items() if name in ("tokenizer.json", "tokenizer.model")]
+    return Line(VOCABULARY, TOKENIZER * max(sizes), ESTIMATED, "by the size of its file") if sizes else None
+
+
+def dense_lines(container: Container) -> list[Line]:
+    """What dense tensors take, loaded as they are stored."""
+    entries = dense_entries(container)
+    used = sum(entry.nbytes for name, (_, entry) in entries.items() if not name.startswith(UNUSED))
+    return [Line(DENSE, used)]
+
+
+def _product_line(container: Container, how: Loading) -> Line:
+    """Reference products decode an expert at a time, gate and up together: in float32, and rounded."""
+    shapes = [layer.header.shape for layer in container.layers.values()]
+    largest = max(shape.intermediate * shape.hidden for shape in shapes)
+    plain = how.experts == NATIVE or container.manifest.codec == "bf16"
+    return Line(PRODUCTS, 0 if plain else 24 * largest, ESTIMATED)
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan_memory(
+    container: Container,
+    how: Loading,
+    needs: Needs,
+    *,
+    model: Footprint | None = None,
+    process: Sequence[Line] | None = None,
+    extra: Sequence[Line] = (),
+) -> MemoryPlan:
+    """The plan of a container under a cap; `RequestError` (E1271, E1272) with its numbers if nothing fits.
+
+    `model` is what a host says of the model, None for what config.json says. `process` are the lines of the process
+    itself, None for what is measured or estimated; `extra` are lines of the caller's.
+    """
+    model = footprint(container.path) if model is None else model
+    begin = list(process) if process is not None else _process(container)
+    sums = row_sum_bytes(container) if how.experts == NATIVE and needs.io != "mmap" else 0
+    fixed = [*begin, *dense_lines(container), Line(ROWS, sums), _product_line(container, how), *extra]
+    every = all_records(container)
+    least = {"direct": largest_record(container), "resident": every}.get(needs.io, 0)
+
+    def lines(context: int) -> list[Line]:
+        return _with_context(fixed, model, context, needs)
+
+    def total(context: int) -> int:
+        return sum(line.nbytes for line in lines(context)) + least
+
+    context, lowest = _choose(model, needs, total)
+    chosen = lines(context)
+    left = needs.cap - sum(line.nbytes for line in chosen)
+    smallest = total(lowest)
+    if left < least:
+        raise _refusal(needs, context, chosen, least, smallest)
+    cache = min(left, every) if needs.io == "direct" else least
+    return MemoryPlan(
+        needs.cap, context, tuple(chosen), cache, smallest, every, needs.io, _notes(needs, model, context)
+    )
+
+
+def _process(container: Container) -> list[Line]:
+    tokenizer = tokenizer_line(container)
+    return [process_line(), *([] if tokenizer is None else [tokenizer])]
+
+
+def _with_context(fixed: Sequence[Line], model: Footprint, context: int, needs: Needs) -> list[Line]:
+    """All lines but the experts', for a context."""
+    fed = context if needs.prompt is None else min(needs.prompt, context)
+    rows = model.logit_bytes * (min(needs.logits, fed) - 1)
+    known = [
+        *fixed,
+        Line(STATE, model.state_bytes(context), COMPUTED),
+        Line(WORKING, model.working_bytes(fed) + rows, model.known, f"of up to {fed:,} tokens"),
+    ]
+    slack = int(sum(line.nbytes for line in known) * SLACK) + (8 << 20)
+    return [*(line for line in known if line.nbytes), Line(TRANSIENTS, slack, ESTIMATED)]
+
+
+def _choose(model: Footprint, needs: Needs, total: Any) -> tuple[int, int]:
+    """(the context to take, the least that would do)."""
+    if needs.context is not None:
+        return needs.context, needs.context
+    most = min(CONTEXT, model.positions or CONTEXT)
+    lowest = min(LEAST_CONTEXT, most)
+    spare = needs.cap - total(0)
+    for context in range(most, lowest, -STEP):
+        if total(context) - total(0) <= spare // SHARE:
+            return context, lowest
+    return lowest, lowest
+
+
+def _notes(needs: Needs, model: Footprint, context: int) -> tuple[str, ...]:
+    notes = []
+    if needs.io == "mmap":
+        notes.append("experts are mapped: the cap does not bind the page cache that they take")
+    if model.positions is not None and context > model.positions:
+        notes.append(f"the model was made for {model.positions:,} positions")
+    return tuple(notes)
+
+
+def _refusal(needs: Needs, context: int, lines: Sequence[Line], least: int, smallest: int) -> RequestError:
+    parts = ", ".join(f"{line.name} {size_text(line.nbytes)}" for line in lines)
+    asked = "" if needs.context is None else f" for a context of {context:,} tokens"
+    what = "all experts" if needs.io == "resident" else "one expert"
+    fewer = " or a smaller --context" if needs.context is not None and needs.context > LEAST_CONTEXT else ""
+    return RequestError(
+        f"--memory of at least {smallest:,} bytes expected{asked} ({parts}, {what} {size_text(least)}), "
+        f"found {needs.cap:,}",
+        code="E1271",
+        remedy=f"give --memory {-(-smallest // (1 << 20))}MiB or more{fewer}",
+    )
