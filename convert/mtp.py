@@ -28,10 +28,10 @@ def blocks(checkpoint: Checkpoint, family: Family) -> int | None:
         roots |= dict.fromkeys(family.decoders, depth)
     pattern = re.compile(rf"({'|'.join(map(re.escape, roots))})\.(\d{{1,9}})\..+")
     matches = [m for name in checkpoint.tensors if (m := pattern.fullmatch(name))]
-    found = {(m[1], int(m[2])) for m in matches if int(m[2]) >= roots[m[1]]}
-    if not found and any(TRACE.fullmatch(name) for name in checkpoint.tensors):
+    numbered = {(m[1], int(m[2])) for m in matches if int(m[2]) >= roots[m[1]]}
+    if not numbered and any(TRACE.fullmatch(name) for name in checkpoint.tensors):
         return None
-    return len(found)
+    return len(numbered)
 
 
 def truthful(checkpoint: Checkpoint, family: Family, warnings: list[str]) -> dict[str, Any]:

@@ -153,11 +153,11 @@ class LayerSource:
         """The arrays of an expert's part of a fused tensor, of which the rows of `cut` are wanted, by role."""
         assert self.fused is not None
         group, claim, turned = self.groups[place], self.claims[place], self.fused.transposed
-        found = {}
+        arrays = {}
         for role in claim.encoding.roles(claim.rows, claim.columns):
             at = slice_of(group[claim.suffixes[role.name]], expert, self.count, role.shape)
             rows = cut.get(role.name, slice(None))
             if role.name == CODES and not turned and rows.step is None:
                 at, rows = rows_of(at, rows), slice(None)  # half of the bytes; the other roles are small
-            found[role.name] = ArraySource(at, turned, rows)
-        return found
+            arrays[role.name] = ArraySource(at, turned, rows)
+        return arrays

@@ -142,15 +142,15 @@ class LayerHeader:
     def sidecar_tensors(self) -> tuple[SidecarTensor, ...]:
         """What lies beside the records, role by role; empty if nothing does. Raises what `checked_roles` raises."""
         roles = checked_roles(self.codec, self.shape)
-        found = []
+        tensors = []
         for gate, up, down in zip(*(roles[part] for part in PARTS), strict=True):
             if gate.place == BESIDE:
                 both = (self.count, gate.shape[0] + up.shape[0], *gate.shape[1:])
-                found += [
+                tensors += [
                     SidecarTensor(PAIR, gate.name, f"gate_up_proj.{gate.suffix}", gate.dtype, both),
                     SidecarTensor("down", down.name, f"down_proj.{down.suffix}", down.dtype, (self.count, *down.shape)),
                 ]
-        return tuple(found)
+        return tuple(tensors)
 
     def sidecar_metadata(self) -> dict[str, str]:
         """The metadata of the sidecar: the layer's own without stride and offsets, and what is in it."""
@@ -210,14 +210,14 @@ Beside = Mapping[tuple[str, str], Array]
 
 def beside_of(arrays: Beside, expert: int, part: str) -> dict[str, Array]:
     """What a sidecar holds of one matrix, by role: views; `part` is one of `PARTS`, or "gate_up" for both."""
-    found = {}
+    of_matrix = {}
     for (place, role), array in arrays.items():
         own = array[expert]
         if place == part:
-            found[role] = own
+            of_matrix[role] = own
         elif place == PAIR and part in PARTS[:2]:
-            found[role] = own[len(own) // 2 * PARTS.index(part) :][: len(own) // 2]
-    return found
+            of_matrix[role] = own[len(own) // 2 * PARTS.index(part) :][: len(own) // 2]
+    return of_matrix
 
 
 def layer_file_name(block: str, layer: int, width: int = 2) -> str:
@@ -319,13 +319,13 @@ def _described(stored: Mapping[str, str], file: Place) -> LayerHeader:
 
 def _check_table(header: Header, wanted: list[TensorEntry], file: Place) -> None:
     remedy = "the file was altered: restore it, or convert again"
-    found = {e.name: e for e in header.entries}
+    by_name = {e.name: e for e in header.entries}
     names = {e.name for e in wanted}
     for entry in wanted:
-        if entry.name not in found:
+        if entry.name not in by_name:
             raise DataError("tensor expected, found none", code="E0222", file=file, tensor=entry.name, remedy=remedy)
-        if found[entry.name] != entry:
-            have = found[entry.name]
+        if by_name[entry.name] != entry:
+            have = by_name[entry.name]
             raise DataError(
                 f"{entry.dtype} {list(entry.shape)} at byte {entry.offset} expected, "
                 f"found {have.dtype} {list(have.shape)} at byte {have.offset}",
@@ -334,7 +334,7 @@ def _check_table(header: Header, wanted: list[TensorEntry], file: Place) -> None
                 tensor=entry.name,
                 remedy=remedy,
             )
-    for name in found:
+    for name in by_name:
         if name not in names:
             raise DataError("no such tensor expected in this file", code="E0224", file=file, tensor=name, remedy=remedy)
 

@@ -131,9 +131,9 @@ def checked_roles(encoding: MatrixFormat, shape: ExpertShape) -> dict[str, tuple
 
     What lies beside is one tensor for gate and up, so its shape must begin with the matrix's rows.
     """
-    found = {part: encoding.roles(*shape.matrix(part)) for part in PARTS}
-    names = [role.name for role in found["gate"]]
-    for part, roles in found.items():
+    by_part = {part: encoding.roles(*shape.matrix(part)) for part in PARTS}
+    names = [role.name for role in by_part["gate"]]
+    for part, roles in by_part.items():
         rows = shape.matrix(part)[0]
         taken = [*(role.name for role in roles), BIAS, *PADS]
         suffixes = [*(role.suffix for role in roles), BIAS, *PADS]
@@ -148,7 +148,7 @@ def checked_roles(encoding: MatrixFormat, shape: ExpertShape) -> dict[str, tuple
             code="E0611",
             remedy="mend the encoding: a tensor no file has room for would be lost",
         )
-    return found
+    return by_part
 
 
 def record_layout(encoding: MatrixFormat, shape: ExpertShape) -> RecordLayout:

@@ -357,11 +357,11 @@ def columns_for(roles: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def places(layout: LayerLayout, expert: int, part: str) -> dict[str, int]:
     """Where every stored tensor of a matrix lies in its file, by the names of its columns."""
     start = layout.record_offset(expert)
-    found: dict[str, int] = {}
+    columns: dict[str, int] = {}
     for role in layout.record.roles:
         slot = layout.record.slot(part, role)
-        found |= dict(zip((role + end for end in OF_ROLE), (start + slot.offset, slot.nbytes), strict=True))
-    return found
+        columns |= dict(zip((role + end for end in OF_ROLE), (start + slot.offset, slot.nbytes), strict=True))
+    return columns
 
 
 @contextmanager
@@ -511,8 +511,8 @@ def _values(chunk: Any) -> list[Any]:
     """The values of an Arrow array; those of a dictionary share their objects."""
     if not hasattr(chunk, "dictionary"):
         return list(chunk.to_pylist())
-    known = chunk.dictionary.to_pylist()
-    return [known[index] for index in chunk.indices.to_pylist()]
+    values = chunk.dictionary.to_pylist()
+    return [values[index] for index in chunk.indices.to_pylist()]
 
 
 def _bounded(raw: bytes, rows: int, fail: Fail) -> None:

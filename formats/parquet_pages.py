@@ -39,11 +39,11 @@ def row_groups(raw: bytes) -> list[tuple[int, list[Chunk]]]:
     """Rows and columns of every row group, by the footer; `ValueError` if it is not understood."""
     end = len(raw) - 8
     footer = _Compact(raw, end - footer_bytes(raw), end).struct(0)
-    found = []
+    groups = []
     for group in _structs(footer, 4):
         chunks = [_chunk(column) for column in _structs(group, 1)]
-        found.append((_whole(group, 3, I64), chunks))
-    return found
+        groups.append((_whole(group, 3, I64), chunks))
+    return groups
 
 
 def _chunk(column: Struct) -> Chunk:

@@ -226,10 +226,10 @@ class Layer(Closing):
     def _opened(self) -> tuple[LayerHeader, LayerLayout]:
         path = self.path
         with MachineErrors(path, "reading"):
-            file, layout = read_layer_file(path)
+            header, layout = read_layer_file(path)
         entry, manifest = self.entry, self._manifest
         listed = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
-        opened = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
+        opened = (header.codec.name, header.codec.parameters, header.block, header.layer, header.count)
         if listed != opened:
             raise DataError(
                 f"{listed} expected from {MANIFEST}, found {opened}",
@@ -237,14 +237,14 @@ class Layer(Closing):
                 file=path,
                 remedy="restore the file: it belongs to another container",
             )
-        if (entry.sidecar is None) != (not file.sidecar_tensors()):
+        if (entry.sidecar is None) != (not header.sidecar_tensors()):
             raise DataError(
-                f"codec {file.codec.name} and {MANIFEST} disagree on whether there is a sidecar",
+                f"codec {header.codec.name} and {MANIFEST} disagree on whether there is a sidecar",
                 code="E0321",
                 file=path,
                 remedy="restore the manifest, or convert again",
             )
-        return file, layout
+        return header, layout
 
     @cached_property
     def _mapped(self) -> Array:

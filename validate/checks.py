@@ -175,27 +175,27 @@ def check_file_digest(root: Path, manifest: Manifest, name: str, progress: Progr
 
 def check_sha256(root: Path, manifest: Manifest, name: str) -> Iterator[Finding]:
     """SHA-256 of a file, where the manifest states one: of its bytes, layer files too."""
-    wanted = manifest.files[name].sha256
-    if wanted is None:
+    expected = manifest.files[name].sha256
+    if expected is None:
         return
     hasher = hashlib.sha256()
     place_of(root / name, once=True).hash(hasher)
-    found = hasher.digest()
-    if found != wanted:
-        yield Finding(ERROR, "E1001", name, f"sha256 expected {wanted.hex()}, found {found.hex()}")
+    own = hasher.digest()
+    if own != expected:
+        yield Finding(ERROR, "E1001", name, f"sha256 expected {expected.hex()}, found {own.hex()}")
 
 
 def open_layer(root: Path, manifest: Manifest, entry: LayerEntry) -> OpenLayer:
     """A layer file with its table checked, without its sidecar; raises `DataError`, `OSError`."""
     path = root / entry.file
-    file, layout = read_layer_file(place_of(path, once=True))
-    stated = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
-    found = (file.codec.name, file.codec.parameters, file.block, file.layer, file.count)
-    if stated != found:
-        raise DataError(f"{stated} expected from {MANIFEST}, found {found}", code="E0321", file=path)
-    if (entry.sidecar is None) != (not file.sidecar_tensors()):
+    header, layout = read_layer_file(place_of(path, once=True))
+    listed = (manifest.codec, dict(manifest.parameters), entry.block, entry.layer, entry.experts)
+    opened = (header.codec.name, header.codec.parameters, header.block, header.layer, header.count)
+    if listed != opened:
+        raise DataError(f"{listed} expected from {MANIFEST}, found {opened}", code="E0321", file=path)
+    if (entry.sidecar is None) != (not header.sidecar_tensors()):
         raise DataError("the manifest and the codec disagree on whether there is a sidecar", code="E0321", file=path)
-    return OpenLayer(entry, path, file, layout, {})
+    return OpenLayer(entry, path, header, layout, {})
 
 
 def sidecar_arrays(root: Path, layer: OpenLayer) -> Beside:
@@ -249,8 +249,8 @@ def check_layer(context: Context, layer: OpenLayer, recorded: tuple[bytes, ...] 
     """
     workers, visits = context.workers, [check.record for check in context.checks if check.record is not None]
     head = read_exactly(layer.path, 0, layer.layout.data_start)
-    wanted = context.manifest.files[layer.entry.file].xxh3
-    vouched = recorded is not None and layer_digest(head, recorded) == wanted
+    expected = context.manifest.files[layer.entry.file].xxh3
+    vouched = recorded is not None and layer_digest(head, recorded) == expected
 
     file = place_of(layer.path, once=True)
     own = threading.local()
@@ -284,12 +284,12 @@ def check_layer(context: Context, layer: OpenLayer, recorded: tuple[bytes, ...] 
     if len(read) < len(digests):
         return  # an expert that was not read is a finding already; no digest of the whole can be told
     whole = layer_digest(head, read)
-    if whole == wanted and recorded is not None and not vouched:
+    if whole == expected and recorded is not None and not vouched:
         message = f"other digests of {layer.entry.file}'s records expected: those here do not give the layer's digest"
         yield Finding(ERROR, "E1040", RECORDS, message)
-    if whole != wanted:
+    if whole != expected:
         yield Finding(
-            ERROR, "E1001", layer.entry.file, f"xxh3 of the layer expected {wanted.hex()}, found {whole.hex()}"
+            ERROR, "E1001", layer.entry.file, f"xxh3 of the layer expected {expected.hex()}, found {whole.hex()}"
         )
 
 
@@ -337,19 +337,19 @@ def check_index(
         yield Finding(ERROR, "E1007", INDEX, "an index with weight_map and metadata.total_size expected")
         return
     del table
-    wanted: dict[str, str] = {}
+    homes: dict[str, str] = {}
     size = 0
     for name, home, nbytes in _homes(root, layers, dense, matrices):
-        if name in wanted:
-            yield Finding(ERROR, "E1016", home, f"{name} also stands in {wanted[name]}")
-        wanted[name] = home
+        if name in homes:
+            yield Finding(ERROR, "E1016", home, f"{name} also stands in {homes[name]}")
+        homes[name] = home
         size += nbytes
-    for name in sorted(wanted.keys() - listed.keys())[:10]:
+    for name in sorted(homes.keys() - listed.keys())[:10]:
         yield Finding(ERROR, "E1008", INDEX, f"{name} expected, found none")
-    for name in sorted(listed.keys() - wanted.keys())[:10]:
+    for name in sorted(listed.keys() - homes.keys())[:10]:
         yield Finding(ERROR, "E1009", INDEX, f"{name} is listed, no file holds it")
-    for name in sorted(n for n in wanted.keys() & listed.keys() if wanted[n] != listed[n])[:10]:
-        yield Finding(ERROR, "E1010", INDEX, f"{name} lies in {wanted[name]}, the index says {brief(listed[name])}")
+    for name in sorted(n for n in homes.keys() & listed.keys() if homes[n] != listed[n])[:10]:
+        yield Finding(ERROR, "E1010", INDEX, f"{name} lies in {homes[name]}, the index says {brief(listed[name])}")
     if total != size:
         yield Finding(ERROR, "E1011", INDEX, f"total_size {size} expected, found {brief(total)}")
 
@@ -452,16 +452,16 @@ def check_zeros(root: Path, sums: Sums, layers: list[OpenLayer], dense: list[str
     family = families.of_config(_config(root) or {})
     if family is None:
         return
-    wanted = {f"{x.header.prefix.removesuffix(family.experts)}{family.router}" for x in layers}
-    found = [
+    routers = {f"{x.header.prefix.removesuffix(family.experts)}{family.router}" for x in layers}
+    zeros = [
         (entry.name, shard)
         for shard in dense
         for entry in entries(root, shard)
-        if entry.name in wanted and entry.nbytes and not any(read_exactly(root / shard, entry.offset, entry.nbytes))
+        if entry.name in routers and entry.nbytes and not any(read_exactly(root / shard, entry.offset, entry.nbytes))
     ]
-    if found:
-        name, shard = found[0]
-        yield Finding(WARNING, "W0620", shard, f"{len(found)} of {len(wanted)} routers are all zero, first {name}")
+    if zeros:
+        name, shard = zeros[0]
+        yield Finding(WARNING, "W0620", shard, f"{len(zeros)} of {len(routers)} routers are all zero, first {name}")
 
 
 def _rows(layer: OpenLayer) -> Iterator[tuple[Any, ...]]:

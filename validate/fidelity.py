@@ -97,11 +97,11 @@ class Fidelity:
 
     def table(self) -> dict[str, Any]:
         """For --json."""
-        found = asdict(self)
+        facts = asdict(self)
         if self.text_result is not None:
             source, container = self.text_result.perplexities
-            found["text_result"] |= {"source_perplexity": source, "container_perplexity": container}
-        return found
+            facts["text_result"] |= {"source_perplexity": source, "container_perplexity": container}
+        return facts
 
     def text(self) -> str:
         """A table for people: a row for the source, a row for the container."""

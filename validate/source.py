@@ -71,10 +71,10 @@ class Comparison:
                 yield Finding(ERROR, "E1021", name, message)
             return
         self.sums[name] = np.full((target.header.count, len(PARTS), len(SUMS)), np.nan)
-        wanted = {name: target.header.head()}
+        heads = {name: target.header.head()}
         if layer.entry.sidecar is not None:
-            wanted[layer.entry.sidecar] = target.header.sidecar_head()
-        for file, head in wanted.items():
+            heads[layer.entry.sidecar] = target.header.sidecar_head()
+        for file, head in heads.items():
             if (root / file).stat().st_size < len(head) or read_exactly(root / file, 0, len(head)) != head:
                 yield Finding(ERROR, "E1027", file, "its header is not what the source gives")
 
@@ -141,10 +141,10 @@ class Comparison:
             compared = sum(self._covers(layer.entry.file, expert) for expert in range(layer.header.count))
             context.report.count("experts compared with the source", compared)
         yield from self._facts(manifest)
-        wanted = self.plan.files
-        for name in sorted(wanted.keys() - manifest.files.keys()):
+        planned = self.plan.files
+        for name in sorted(planned.keys() - manifest.files.keys()):
             yield Finding(ERROR, "E1025", name, "the source gives this file, the container lacks it")
-        for name in sorted(manifest.files.keys() - wanted.keys() - {EXPERTS_TABLE}):
+        for name in sorted(manifest.files.keys() - planned.keys() - {EXPERTS_TABLE}):
             yield Finding(ERROR, "E1026", name, "the source gives no such file")
         for name, data in self.plan.generated.items():
             yield from guarded(self._generated(place_of(root / name), data), name)
@@ -205,20 +205,20 @@ class Comparison:
 
     def _facts(self, manifest: Manifest) -> Iterator[Finding]:
         """What the manifest says about the source, against this source."""
-        found = dict(manifest.source) | {"lossless": manifest.lossless}
+        recorded = dict(manifest.source) | {"lossless": manifest.lossless}
         if manifest.dense is not None:
-            found["dense"] = manifest.dense.identity
+            recorded["dense"] = manifest.dense.identity
         lossless = self.plan.lossless and not self.requantised
         if lossless and self.chosen is not None and not manifest.lossless:
             lossless = False  # the data may forbid it in an expert that was not drawn
-        wanted = self.plan.source_facts | {"lossless": lossless}
+        expected = self.plan.source_facts | {"lossless": lossless}
         if self.plan.dense_identity is not None:
-            wanted["dense"] = self.plan.dense_identity
-        for name in sorted((found.keys() | wanted.keys()) - {"fingerprint"}):
-            if found.get(name) != wanted.get(name):
-                message = f"{name} {wanted.get(name)!r} expected from the source, found {found.get(name)!r}"
+            expected["dense"] = self.plan.dense_identity
+        for name in sorted((recorded.keys() | expected.keys()) - {"fingerprint"}):
+            if recorded.get(name) != expected.get(name):
+                message = f"{name} {expected.get(name)!r} expected from the source, found {recorded.get(name)!r}"
                 yield Finding(ERROR, "E1029", MANIFEST, message)
-        if found.get("fingerprint") != wanted["fingerprint"]:
+        if recorded.get("fingerprint") != expected["fingerprint"]:
             message = "made from another copy of the source: its config, its shards or their headers differ"
             yield Finding(WARNING, "W1030", MANIFEST, message)
 

@@ -16,14 +16,14 @@ from pagestone.convert.family import Family
 @cache
 def registry() -> dict[str, Family]:
     """Every family by model type."""
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
         family: Family = importlib.import_module(f"{__name__}.{module}").FAMILY
         for model_type in family.model_types:
-            if model_type in found:
+            if model_type in families:
                 raise ValueError(f"{model_type} stands in two families")
-            found[model_type] = family
-    return found
+            families[model_type] = family
+    return families
 
 
 def of_config(config: dict[str, Any]) -> Family | None:

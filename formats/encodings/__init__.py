@@ -60,13 +60,13 @@ def every() -> tuple[type[Reading], ...]:
 
 def registry() -> dict[str, type[Codec]]:
     """Every encoding that we write, by name."""
-    found: dict[str, type[Codec]] = {}
+    codecs: dict[str, type[Codec]] = {}
     for cls in every():
         if issubclass(cls, Codec):
-            if cls.name in found:
+            if cls.name in codecs:
                 raise ValueError(f"two codecs are called {cls.name}")
-            found[cls.name] = cls
-    return found
+            codecs[cls.name] = cls
+    return codecs
 
 
 @contextmanager
