@@ -401,7 +401,14 @@ def test_a_manifest_whose_layer_is_misnamed(small, field, value):
         open_container(small)
 
 
-@pytest.mark.parametrize("path", [None, b"out", 3, 1.5, True, [], object()])
+class BytesPath:
+    """A path as `os` takes it too, but `Path` does not."""
+
+    def __fspath__(self) -> bytes:
+        return b"out"
+
+
+@pytest.mark.parametrize("path", [None, b"out", 3, 1.5, True, [], object(), BytesPath()])
 def test_no_path(path):
     with pytest.raises(PathTypeError, match="the path of a container expected, found") as caught:
         open_container(path)
