@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kits.checkpoints import Spec
 from kits.conversions import prepare
+from kits.conversions import run as run_conversion
 from kits.sectors import bad_disks
 from kits.vectors import generator
 
@@ -628,6 +632,24 @@ def test_a_check_is_shown_every_record_once(container, source, monkeypatch):
     assert len(starts) == 6
     assert list(report.counts) == ["files", "layers", "experts", "experts compared with the source"]
     assert report.counts["experts compared with the source"] == 6
+
+
+def test_one_sidecar_is_held_at_a_time(tmp_path, monkeypatch):
+    """A layer's sidecar is read when the layer's turn comes and let go before the next one's, with a source too."""
+    source = Spec(8, 6, 3, layers=3, mtp=False).write(tmp_path / "s")
+    run_conversion(source, tmp_path / "o")
+    held, alive, real = [], [], checks.sidecar_arrays
+
+    def read(root: Path, layer: OpenLayer) -> dict:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in held))
+        arrays = real(root, layer)
+        held.extend(weakref.ref(array) for array in arrays.values())
+        return arrays
+
+    monkeypatch.setattr(checks, "sidecar_arrays", read)
+    assert not errors(tmp_path / "o", source=source)
+    assert len(held) == 6 and alive == [0, 0, 0]
 
 
 def test_the_comparison_is_one_check(container, source):
