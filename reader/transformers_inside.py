@@ -14,6 +14,8 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+from pagestone.formats.errors import RequestError
+
 FLAGS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
 }  # fmt: skip
@@ -148,3 +150,141 @@ def eager_forward(kind: type) -> Callable[..., Any] | None:
         return None
     forward: Callable[..., Any] | None = inner.get("original_forward")
     return forward
+
+
+# -- state of one size ------------------------------------------------------------------------------------------------
+
+
+def fixed_state(model: Any, tokens: int) -> Any:
+    """What `model` remembers, empty, with room for `tokens`: as its own state, but that it never grows.
+
+    Raises `RequestError` (E1275) for a layer whose state was not proved to be the same so.
+    """
+    from transformers import DynamicCache
+
+    state: Any = DynamicCache(config=model.config)
+    state.layers = [_fixed(layer, tokens) for layer in state.layers]
+    return state
+
+
+def _fixed(layer: Any, tokens: int) -> Any:
+    from transformers import cache_utils as inside
+
+    kind = type(layer)
+    if kind is inside.DynamicLayer:
+        return full_layer()(tokens)
+    if kind is inside.DynamicSlidingWindowLayer and layer.sliding_window > 1:
+        return window_layer()(layer.sliding_window, tokens)
+    if kind is inside.LinearAttentionLayer:  # of one size by nature, and written in place
+        return layer
+    raise RequestError(
+        f"layers that keep every token, the last ones, or a state of one size expected, found {kind.__name__}",
+        code="E1275",
+        remedy="leave out --memory and --context: the state then grows as the library lets it",
+    )
+
+
+@cache
+def full_layer() -> Any:
+    """The class of layers that keep all tokens, in memory of one size, and give views of it."""
+    from transformers import cache_utils as inside
+
+    dynamic: Any = inside.DynamicLayer
+
+    class FullLayer(dynamic):  # type: ignore[misc]
+        """Keys and values [batch, heads, tokens, dim] of every token, at most `room` of them."""
+
+        def __init__(self, room: int) -> None:
+            super().__init__()
+            self.room = room
+
+        def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+            super().lazy_initialization(key_states, value_states)
+            self._buffers = [_buffer(states, self.room) for states in (key_states, value_states)]
+
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            begin = self.get_seq_length()
+            end = begin + key_states.shape[-2]
+            if end > self.room:
+                raise context_full(self.room, end)
+            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+                buffer[..., begin:end, :] = states
+            self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+            return self.keys, self.values
+
+    return FullLayer
+
+
+@cache
+def window_layer() -> Any:
+    """The class of layers that keep the last tokens so."""
+    from transformers import cache_utils as inside
+
+    sliding: Any = inside.DynamicSlidingWindowLayer
+
+    class WindowLayer(sliding):  # type: ignore[misc]
+        """Keys and values of the last tokens; they move to the front of their memory when its end is reached."""
+
+        def __init__(self, window: int, room: int) -> None:
+            super().__init__(sliding_window=window)
+            self.room, self._begin = room, 0
+
+        def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+            super().lazy_initialization(key_states, value_states)
+            size = window_room(self.sliding_window, self.room)
+            self._buffers = [_buffer(states, size) for states in (key_states, value_states)]
+            self.keys, self.values = (buffer[..., :0, :] for buffer in self._buffers)
+
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.cumulative_length += key_states.shape[-2]
+            if self.cumulative_length > self.room:
+                raise context_full(self.room, self.cumulative_length)
+            held = self.keys.shape[-2]
+            whole = held + key_states.shape[-2]
+            kept = min(self.sliding_window - 1, whole)
+            begin = self._begin if self._begin + whole <= self._buffers[0].shape[-2] else 0
+            pairs = ((self.keys, key_states), (self.values, value_states))
+            full = [self._joined(n, old, new, begin) for n, (old, new) in enumerate(pairs)]
+            self._begin = begin + whole - kept if whole <= self._buffers[0].shape[-2] else 0
+            self.keys, self.values = (b[..., self._begin : self._begin + kept, :] for b in self._buffers)
+            return full[0], full[1]
+
+        def _joined(self, number: int, old: Any, new: Any, begin: int) -> Any:
+            """What was kept and what came, together; what is to be kept of it is in its buffer then."""
+            import torch
+
+            buffer, held = self._buffers[number], old.shape[-2]
+            whole = held + new.shape[-2]
+            if whole > buffer.shape[-2]:  # a long prompt: for once they lie outside
+                full = torch.cat([old, new], dim=-2)
+                kept = min(self.sliding_window - 1, whole)
+                buffer[..., :kept, :] = full[..., whole - kept :, :]
+                return full
+            if begin != self._begin:
+                buffer[..., :held, :] = old.clone()
+            buffer[..., begin + held : begin + whole, :] = new
+            return buffer[..., begin : begin + whole, :]
+
+    return WindowLayer
+
+
+def _buffer(states: Any, tokens: int) -> Any:
+    return states.new_empty((*states.shape[:-2], tokens, states.shape[-1]))
+
+
+def window_room(window: int, tokens: int) -> int:
+    """Tokens that a layer with a sliding window has memory for: twice the window, so that few tokens move it."""
+    return min(tokens, 2 * window)
+
+
+def context_full(room: int, asked: int) -> RequestError:
+    """More tokens than the state has room for."""
+    return RequestError(
+        f"at most {room:,} tokens expected (the context), found {asked:,}",
+        code="E1272",
+        remedy=f"give --context {asked} or more (and --memory for it), or say less",
+    )

@@ -134,6 +134,8 @@ class TransformersModel:
 
         kind: Any = type(self.model)
         word = inside.state_word(kind)
+        if state is None and self.context.tokens is not None:
+            state = inside.fixed_state(self.model, self.context.tokens)
         with torch.no_grad():
             outputs = self.model(
                 input_ids=torch.tensor([list(ids)], device=self.context.device),
