@@ -399,6 +399,8 @@ def tensor_law(name: str, shape: Sequence[int]) -> Law:
 def make_config(layers: int, experts: int, vocabulary: int, fp8: Iterable[str] = ()) -> dict[str, Any]:
     """config.json as it is published: the language model nested. `fp8` are the names of a release's FP8 weights."""
     kinds = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
+    if 1 < layers < 4:
+        kinds[-1] = "full_attention"  # transformers runs no model without one
     text = TEXT_CONFIG | {
         "num_hidden_layers": layers, "num_experts": experts, "vocab_size": vocabulary, "layer_types": kinds,
         "num_experts_per_tok": min(8, experts), "eos_token_id": byte_pairs.special(vocabulary, "<|endoftext|>"),
