@@ -25,7 +25,7 @@ from pagestone.formats.layout import CODES, align_up
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container, Matrix, View
-from pagestone.reader.files import RESTORE, DirectFile, MachineErrors, map_file, private_buffer
+from pagestone.reader.files import ANEW, RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 from pagestone.reader.made import MODE, MadeContainer
 from pagestone.reader.rows import FileRows, RowDigests, RowTable
 
@@ -95,10 +95,10 @@ def load_dense(
 
     `matrices` are modules whose encoded matrices are wanted, `tables` those of `names` whose rows are read as they are
     asked for (when mapped, they are views as the others). When read, whole files are compared with their digests in
-    the manifest; `DataError` (E1205) names the one that differs.
+    the manifest; `DataError` (E1205) names the one that differs. The mode "anew" reads through the page cache.
     """
     if isinstance(container, MadeContainer):
-        return _made(container, names)
+        return _made(container, names, set(matrices))
     where = dense_entries(container)
     by_file: dict[str, list[TensorEntry]] = {}
     for name in names:
@@ -120,17 +120,25 @@ def load_dense(
         _compare(container, file, digest, verify)
         _note_mode(dense, way)
         for table in digests:
-            dense.tables[table.entry.name] = FileRows(path, table.entry, table.digests if verify else None)
+            checked = table.digests if verify else None
+            dense.tables[table.entry.name] = FileRows(path, table.entry, checked, direct=dense.mode != ANEW)
     _load_matrices(container, dense, set(matrices), verify)
     return dense
 
 
-def _made(container: MadeContainer, names: Iterable[str]) -> DenseTensors:
+def _made(container: MadeContainer, names: Iterable[str], matrices: set[str]) -> DenseTensors:
     """Dense tensors of a container that is on no disk."""
-    entries, made = container.maker.dense_entries(), DenseTensors(mode=MODE)
+    maker, made = container.maker, DenseTensors(mode=MODE)
+    entries = maker.dense_entries()
     for name in names:
-        made.arrays[name], made.entries[name] = container.maker.dense(name), entries[name][1]
+        made.arrays[name], made.entries[name] = maker.dense(name), entries[name][1]
         made.bytes_read += len(made.arrays[name])
+    for name, placed in maker.matrices().items():
+        if name in matrices:
+            memory = private_buffer(placed.record.nbytes)
+            maker.matrix(name, memoryview(memory))
+            made.matrices[name] = matrix_in(np.frombuffer(memory, np.uint8), container, placed)
+            made.bytes_read += placed.record.nbytes
     return made
 
 
@@ -146,7 +154,7 @@ def _compare(container: Container, file: str, digest: bytes, verify: bool) -> No
 
 
 def _note_mode(dense: DenseTensors, way: str) -> None:
-    dense.mode = "buffered" if "buffered" in (way, dense.mode) else dense.mode
+    dense.mode = "buffered" if way == "buffered" and dense.mode != ANEW else dense.mode
 
 
 def _read_tensors(
@@ -163,7 +171,7 @@ def _read_tensors(
         targets.append((entry, _into(array)))
         position += align_up(entry.nbytes, ALIGNMENT)
     targets += [(table.entry, lambda _, piece, table=table: table.feed(piece)) for table in tables]  # type: ignore[misc]
-    file, hasher = DirectFile(path), Hasher()
+    file, hasher = DirectFile(path, direct=dense.mode != ANEW), Hasher()
     try:
         for start, piece in _pieces(file):
             hasher.update(piece)
@@ -200,6 +208,8 @@ def _pieces(file: DirectFile) -> Iterator[tuple[int, memoryview]]:
 
 def encoded_matrices(container: Container) -> dict[str, PlacedMatrix]:
     """Every encoded dense matrix by the name of its module; only headers are read. Raises as `read_matrices`."""
+    if isinstance(container, MadeContainer):
+        return dict(container.maker.matrices())
     listed = container.manifest.dense
     found: dict[str, PlacedMatrix] = {}
     if listed is None:
@@ -246,7 +256,7 @@ def matrix_in(record: Array, container: Container, placed: PlacedMatrix) -> Matr
 
 def _read_records(path: Path, wanted: list[PlacedMatrix], dense: DenseTensors) -> tuple[dict[str, Array], bytes, str]:
     """Read a file from front to back, each record that is wanted into memory of its own; its digest, and the mode."""
-    file, hasher = DirectFile(path), Hasher()
+    file, hasher = DirectFile(path, direct=dense.mode != ANEW), Hasher()
     spare = memoryview(private_buffer(READ_AT_ONCE))
     records: dict[str, Array] = {}
     offset = 0

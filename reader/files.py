@@ -13,6 +13,8 @@ from pagestone.formats.storage import Side, SystemErrors
 
 RESTORE = "restore the file from a copy, or convert again"
 """What to do about a damaged file."""
+ANEW = "anew"
+"""The mode of what is read through the page cache with plain reads, again each time: the other way than "direct"."""
 THROUGH_CACHE = "the file system refuses O_DIRECT: reading through the page cache (mode buffered)"
 REMEDIES = {
     errno.EACCES: "let this user read the file and enter its directories",

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pagestone.formats.dense_matrices import PlacedMatrix
 from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import RequestError
 from pagestone.formats.layer_file import LayerHeader
 from pagestone.formats.manifest import LayerEntry, Manifest
 from pagestone.formats.safetensors_header import TensorEntry
-from pagestone.reader.container import NOTHING, Beside, Container, Layer
+from pagestone.reader.container import Beside, Container, Layer
 
 MODE = "encoded"
 """How bytes come: made at the moment they are asked for."""
@@ -27,11 +28,20 @@ class Maker(Protocol):
     def record(self, layer: Layer, expert: int, into: memoryview) -> None:
         """Fill `into` (`layer.stride` bytes) with the record of an expert."""
 
+    def beside(self, layer: Layer) -> Beside:
+        """What lies beside the layer's records: of an expert it is there once its record was made."""
+
     def dense_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
         """(file the container would have it in, type and shape) of every dense tensor by name."""
 
     def dense(self, name: str) -> Array:
         """uint8: the bytes of a dense tensor, in memory of its own."""
+
+    def matrices(self) -> Mapping[str, PlacedMatrix]:
+        """Every encoded dense matrix by the name of its module; where its record lies in a file says nothing here."""
+
+    def matrix(self, name: str, into: memoryview) -> None:
+        """Fill `into` with the record of an encoded dense matrix."""
 
     def close(self) -> None:
         """Let go of what it reads from; may be called twice."""
@@ -94,8 +104,8 @@ class MadeRecords:
         self._maker.record(layer, expert, into)
 
     def beside(self, layer: Layer) -> Beside:
-        """Nothing: only encodings whose records are whole are made."""
-        return NOTHING
+        """See `Maker.beside`."""
+        return self._maker.beside(layer)
 
     def close(self) -> None:
         """Nothing is open: the container closes its maker."""

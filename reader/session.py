@@ -25,7 +25,7 @@ from pagestone.reader.budget import MOST_BYTES, default_budget, largest_record, 
 from pagestone.reader.cache import check_budget
 from pagestone.reader.chat import Conversation
 from pagestone.reader.container import Container, Opener, open_to_run
-from pagestone.reader.dense import DenseTensors, dense_entries
+from pagestone.reader.dense import dense_entries
 from pagestone.reader.errors import Closing
 from pagestone.reader.footprint import MEASURED, Footprint
 from pagestone.reader.memory import available_memory, process_memory
@@ -218,10 +218,14 @@ class Session(Closing):
         tokenizer, ends = self.tokenizer, self.ends  # before the model: they may be refused
         return Conversation(self.model, tokenizer, chosen, ends, self._note)
 
-    def model_over(self, store: ExpertStore, dense: DenseTensors | None = None) -> Model:
-        """Another model of the container, over a store of the caller's; who closes it closes the store."""
+    def model_over(self, store: ExpertStore, of: Container | None = None) -> Model:
+        """Another model of the container, over a store of the caller's; who closes it closes the store.
+
+        `of` is another container with the same contents, made of the source; its dense tensors are used.
+        """
         try:
-            return self._host.load(self.container, store, replace(self.loading, context=self.context), dense)
+            how = replace(self.loading, context=self.context)
+            return self._host.load(self.container if of is None else of, store, how)
         except BaseException:
             store.close()
             raise

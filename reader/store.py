@@ -1,4 +1,4 @@
-"""Where the bytes of experts and dense tensors come from: one interface, three ways.
+"""Where the bytes of experts and dense tensors come from: one interface.
 
 - `direct`: reads past the page cache (O_DIRECT) into a cache with a byte budget (`reader/cache.py`). Every record is
   compared with its recorded digest when it is read. Where a file system refuses O_DIRECT the mode is `buffered`: the
@@ -6,6 +6,9 @@
 - `mmap`: views of the mapped files. Tables and lengths are checked at the first use, digests are not: what a file
   becomes later shows in the views, and a file that is cut while mapped ends the process (SIGBUS).
 - `resident`: every record read into memory and checked before the first step.
+
+Judges have one more (`open_anew`): every record is read each time it is leased, by plain reads through the page cache,
+checked, and kept no longer than its lease.
 
 Row sums (int8's sidecars, which native products need) are not streamed: they are read once, when the store opens, and
 compared with their digests wherever records are; `mmap` maps them like everything else. No budget and no counter holds
@@ -16,6 +19,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,10 +33,11 @@ from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import RECORDS
 from pagestone.formats.storage import place_of
-from pagestone.reader.cache import ExpertCache
+from pagestone.reader.cache import ExpertCache, RecordReader
 from pagestone.reader.container import NOTHING, Beside, Container, Layer, sidecar_views
 from pagestone.reader.errors import Closing, expert_numbers, layer_of
 from pagestone.reader.files import (
+    ANEW,
     RESTORE,
     THROUGH_CACHE,
     DirectFile,
@@ -56,7 +62,7 @@ class ExpertStore(Protocol):
 
     @property
     def mode(self) -> str:
-        """How bytes come: "direct", "buffered", "mmap", "resident", or "encoded" as they are asked for."""
+        """How bytes come: "direct", "buffered", "mmap", "resident", "anew", or "encoded" as they are asked for."""
 
     def step(self, layer: int, experts: Iterable[int]) -> Step:
         """Begin a step (a context manager) for these `experts` of a decoder layer.
@@ -202,14 +208,7 @@ class FileRecords:
     def read(self, layer: Layer, expert: int, into: memoryview) -> None:
         """Fill `into` with a record and check its digest (unless that was switched off)."""
         offset = layer.layout.record_offset(expert)
-        got = self._files[layer.entry.layer].read_into(into, offset)
-        if got != len(into):
-            raise DataError(
-                f"expert {expert}: {len(into)} bytes at byte {offset} expected, the file ended after {got}",
-                code="E1202",
-                file=layer.path,
-                remedy=RESTORE,
-            )
+        _require_whole(layer, expert, self._files[layer.entry.layer].read_into(into, offset))
         if self._digests is not None:
             self._digests.check(layer, expert, into)
 
@@ -221,6 +220,46 @@ class FileRecords:
         """Close every file."""
         for file in self._files.values():
             file.close()
+
+
+def _require_whole(layer: Layer, expert: int, got: int) -> None:
+    """Refuse (E1202) a record of which only `got` bytes could be read."""
+    if got != layer.stride:
+        offset = layer.layout.record_offset(expert)
+        raise DataError(
+            f"expert {expert}: {layer.stride} bytes at byte {offset} expected, the file ended after {got}",
+            code="E1202",
+            file=layer.path,
+            remedy=RESTORE,
+        )
+
+
+class PlainRecords:
+    """A `RecordReader` that shares nothing with the cache's: plain reads through the page cache, each file opened anew.
+
+    Every record is compared with its digest. The page cache is asked to forget what was read.
+    """
+
+    mode = ANEW
+
+    def __init__(self, container: Container, *, beside: bool = True) -> None:
+        self._digests = RecordDigests(container)
+        self._beside = read_sidecars(container) if beside else {}
+
+    def read(self, layer: Layer, expert: int, into: memoryview) -> None:
+        """Fill `into` with a record and check its digest."""
+        file = place_of(layer.path, once=True)
+        with MachineErrors(layer.path, "reading"):
+            got = file.read_into(into, layer.layout.record_offset(expert))
+        _require_whole(layer, expert, got)
+        self._digests.check(layer, expert, into)
+
+    def beside(self, layer: Layer) -> Beside:
+        """The layer's sidecar as it was read when this was made."""
+        return self._beside.get(layer.entry.layer, NOTHING)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _ViewStep:
@@ -257,11 +296,15 @@ class _ViewStep:
             raise problem
 
 
-class _ViewStore(Closing):
-    """What `MappedStore` and `ResidentStore` share."""
+class _Closes(Protocol):
+    def close(self) -> None: ...
 
-    def __init__(self, layers: dict[int, Layer], beside: Mapping[int, Beside]) -> None:
-        self.layers, self._beside = layers, beside
+
+class _ViewStore(Closing):
+    """What `MappedStore`, `ResidentStore` and `AnewStore` share; `owned` are closed with it."""
+
+    def __init__(self, layers: dict[int, Layer], beside: Mapping[int, Beside], *owned: _Closes) -> None:
+        self.layers, self._beside, self._owned = layers, beside, owned
         self.counters = {number: Counters() for number in layers}
         self._steps: list[_ViewStep] = []
 
@@ -269,6 +312,8 @@ class _ViewStore(Closing):
         super().close()
         self._beside = {}
         self._steps = [s for s in self._steps if s.leases.open]  # each holds on to what it may lease
+        for owned in self._owned:
+            owned.close()
 
     @property
     def open_leases(self) -> int:
@@ -322,7 +367,7 @@ class ResidentStore(_ViewStore):
     """Every record in memory, read and checked at the start: what streaming is compared with.
 
     `fill` puts one record into a buffer (and checks it); buffers are never written again. `beside`, by layer, must be
-    whole once all records are filled.
+    whole once all records are filled. `owned` are closed with the store.
     """
 
     @property
@@ -334,8 +379,9 @@ class ResidentStore(_ViewStore):
         layers: dict[int, Layer],
         fill: Callable[[Layer, int, memoryview], None],
         beside: Mapping[int, Beside] | None = None,
+        *owned: _Closes,
     ) -> None:
-        super().__init__(layers, {} if beside is None else beside)  # which `fill` may fill, too
+        super().__init__(layers, {} if beside is None else beside, *owned)  # which `fill` may fill, too
         self._records: dict[tuple[int, int], mmap.mmap] = {}
         for number, layer in layers.items():
             for expert in range(len(layer)):
@@ -351,6 +397,46 @@ class ResidentStore(_ViewStore):
     def close(self) -> None:
         super().close()
         self._records.clear()
+
+
+class AnewStore(_ViewStore):
+    """What streaming is compared with where memory holds no whole model: each lease reads its record anew.
+
+    A record is in memory for as long as it is leased, and is read again for the next lease; nothing is cached, and
+    nothing is read ahead. The reader, and what else is `owned`, is closed with the store.
+    """
+
+    def __init__(self, layers: dict[int, Layer], reader: RecordReader, *owned: _Closes) -> None:
+        super().__init__(layers, {number: reader.beside(layer) for number, layer in layers.items()}, reader, *owned)
+        self._reader = reader
+        self._held = 0
+        self.peak_bytes = 0
+        """The most bytes of records that were in memory at once."""
+
+    @property
+    def mode(self) -> str:
+        return ANEW
+
+    def step(self, layer: int, experts: Iterable[int]) -> Step:
+        """Begin a step; nothing is read yet."""
+        layer, at, experts = self._named(layer, experts)
+        return self._begin(layer, experts, lambda expert: (self._read(at, expert), 0))
+
+    def _read(self, layer: Layer, expert: int) -> mmap.mmap:
+        """A record in memory of its own, which goes with the last view of it."""
+        counters, begun = self.counters[layer.entry.layer], time.perf_counter()
+        buffer = private_buffer(layer.stride)
+        weakref.finalize(buffer, self._gone, layer.stride)
+        self._held += layer.stride
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._reader.read(layer, expert, memoryview(buffer))
+        counters.misses += 1
+        counters.bytes_read += layer.stride
+        counters.wait_seconds += time.perf_counter() - begun
+        return buffer
+
+    def _gone(self, nbytes: int) -> None:
+        self._held -= nbytes
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------
@@ -396,6 +482,16 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
     except BaseException:
         records.close()
         raise
+
+
+def open_anew(container: Container, *, beside: bool = True) -> AnewStore:
+    """A store that reads, or makes, every record each time it is leased; `beside` as in `StoreOptions`.
+
+    A container that is made is closed with it.
+    """
+    if isinstance(container, MadeContainer):
+        return AnewStore(container.layers, MadeRecords(container), container)
+    return AnewStore(container.layers, PlainRecords(container, beside=beside))
 
 
 def _records(container: Container, options: StoreOptions) -> FileRecords | MadeRecords:

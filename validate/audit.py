@@ -17,6 +17,7 @@ import numpy as np
 from pagestone.formats import native
 from pagestone.formats.surroundings import machine
 from pagestone.reader.container import Container
+from pagestone.reader.files import ANEW
 from pagestone.reader.model import NATIVE, Model
 from pagestone.validate.sides import Difference, Prompt, Side
 
@@ -74,7 +75,7 @@ class Audit:
     surroundings: dict[str, Any]
     prompts: list[Prompt]
     reference: Side | None
-    """The resident side; None when an audit file stands for it."""
+    """The side that does not stream; None when an audit file stands for it."""
     streamed: Side | None
     difference: Difference | None = None
     unproven: list[str] = field(default_factory=list)
@@ -112,11 +113,17 @@ class Audit:
                 "id": self.container.container_id, "codec": manifest.codec, "parameters": dict(manifest.parameters)
             },
             **self.surroundings, "reader_threads": self.readers,
-            "resident_side": self.against or ("encoded from the source" if self.source else "the container's records"),
+            "resident_side": self._other(),
             "resident": self.reference.table() if self.reference else None,
             "streamed": self.streamed.table() if self.streamed else None,
             "prompts": listed, "traces": traces, "trace_lines": lines,
         }  # fmt: skip
+
+    def _other(self) -> str:
+        """What stands for the resident side: another run, or where its records come from."""
+        anew = self.reference is not None and self.reference.mode == ANEW
+        records = "encoded from the source" if self.source else "the container's records"
+        return self.against or records + (", anew for each use" if anew else "")
 
     def write(self, path: Path) -> Path:
         """Write the audit file and its traces beside it; the path of the traces."""

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     app.command("verify", help="Check every byte of a container, and compare it with its source if one is given.")(
         _verify
     )
-    app.command("verify-logits", help="Prove that streaming changes no logit: streamed and resident, byte for byte.")(
+    app.command("verify-logits", help="Prove that streaming changes no logit: streamed and not, byte for byte.")(
         _verify_logits
     )
     app.command("compare", help="Measure what a codec costs: KL, top-1, perplexity and answers against the source.")(
@@ -104,7 +104,7 @@ def _verify_logits(
     directory: Directory,
     source: Annotated[
         Path | None,
-        typer.Option(help="Encode the resident side from this checkpoint instead of reading it.", parser=named),
+        typer.Option(help="Encode the other side from this checkpoint instead of reading it.", parser=named),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     ids: Annotated[Path | None, typer.Option(help="A file with a prompt of token ids a line.")] = None,
@@ -118,6 +118,14 @@ def _verify_logits(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a tokenizer, for --prompts.", parser=named)
     ] = None,
+    resident: Annotated[
+        bool,
+        typer.Option(
+            "--resident",
+            help="Hold every record in memory on the other side. Default: if that fits what is free, else each is "
+            "read anew.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
 ) -> None:
     from pagestone.reader.budget import parse_size
@@ -131,7 +139,7 @@ def _verify_logits(
     request = logits.LogitsRequest(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=experts, audit=audit,
+        experts=experts, audit=audit, resident=resident,
     )  # fmt: skip
     result = logits.verify_logits(request, _progress)
     print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result), flush=True)

@@ -1,9 +1,10 @@
-"""`verify-logits`: the streamed model gives, byte for byte, the logits of the resident one.
+"""`verify-logits`: the streamed model gives, byte for byte, the logits of one that does not stream.
 
-Both sides run the same prompts through prefill and decode. The resident side holds every record in memory, checked when
-it was loaded or encoded from the source; it chooses the tokens (greedily) that both are fed. Of every step the SHA-256
-of the full-vocabulary logits is kept, and XXH3-128 of what went into and came out of every layer's experts, so that a
-difference can be placed.
+Both sides run the same prompts through prefill and decode. The reference side holds every record in memory, checked
+when it was loaded or encoded from the source (*resident*); or, where memory is too small for that, it reads or encodes
+each record *anew* for each use, by another path than the cache's, and keeps nothing. It chooses the tokens (greedily)
+that both are fed. Of every step the SHA-256 of the full-vocabulary logits is kept, and XXH3-128 of what went into and
+came out of every layer's experts, so that a difference can be placed.
 
 Products of torch differ between machines, so an audit says what it ran on; elsewhere it is "not comparable".
 """
@@ -16,39 +17,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from pagestone.convert.dense import pieces
-from pagestone.convert.encode import encode_expert
-from pagestone.convert.plan import Plan
-from pagestone.convert.reading import ExpertReader, SourceFiles
-from pagestone.formats.dtypes import VIEWS
 from pagestone.formats.errors import RequestError
-from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown, shown_lines, size_text
 from pagestone.reader import inputs
-from pagestone.reader.budget import all_records, largest_record
-from pagestone.reader.container import Beside, Container, Layer, View
-from pagestone.reader.dense import DenseTensors
-from pagestone.reader.files import MachineErrors
+from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
+from pagestone.reader.container import Container
+from pagestone.reader.dense import dense_entries
+from pagestone.reader.files import ANEW, MachineErrors
 from pagestone.reader.hosts import DEFAULT
-from pagestone.reader.model import AUTO, Model
+from pagestone.reader.made import MadeContainer, MadeRecords
+from pagestone.reader.memory import available_memory
+from pagestone.reader.model import AUTO, NATIVE, Model
 from pagestone.reader.session import Session, SessionOptions
-from pagestone.reader.store import ResidentStore
+from pagestone.reader.store import ResidentStore, open_anew
 from pagestone.reader.text import check_ids
 from pagestone.validate import audit as audits
 from pagestone.validate import requests
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
 from pagestone.validate.recorded import Recorded, read_audit
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
-from pagestone.validate.source import compare_with
+from pagestone.validate.source import plan_again
+from pagestone.validate.virtual import again
 
 STREAMED = ("direct", "mmap")
 """Ways of reading that stream."""
 LENGTHS = (1, 7, 64)
 """Tokens of the prompts used when none are given."""
 DIGITS = 19
+RESIDENT = "resident"
 SPREAD = 4
 """By default the budget is 1/SPREAD of all records: small enough that experts come and go."""
 
@@ -102,61 +99,43 @@ def resident_model(session: Session, source: Path | None = None) -> Model:
     """The side that does not stream: every record in memory, its digest checked; or encoded from the source."""
     if source is None:
         return session.model_over(session.open_store("resident")[0])
-    comparison = compare_with(source, session.container.manifest)
+    made = _again(session, source)
     try:
-        fill = _Encoder(comparison.plan, comparison.files)
-        resident = ResidentStore(session.container.layers, fill.record, fill.beside)
-        return session.model_over(resident, fill.dense())
-    finally:
-        comparison.close()
+        records = MadeRecords(made)
+        sums = {number: records.beside(layer) for number, layer in made.layers.items()}
+        store = ResidentStore(made.layers, records.read, sums, made)
+    except BaseException:
+        made.close()
+        raise
+    return session.model_over(store, made)
 
 
-class _Encoder:
-    """Makes records and dense tensors from the source, as the conversion did."""
+def anew_model(session: Session, source: Path | None = None) -> Model:
+    """The side that keeps nothing: every record read anew each time it is used, by another path than the cache's; or
+    encoded from the source each time."""
+    rows = session.loading.experts == NATIVE
+    if source is None:
+        return session.model_over(open_anew(session.container, beside=rows))
+    made = _again(session, source)
+    return session.model_over(open_anew(made), made)
 
-    def __init__(self, plan: Plan, files: SourceFiles) -> None:
-        self._plan, self._files = plan, files
-        self._targets = {t.name: t for t in plan.layers}
-        self.beside: dict[int, Beside] = {}
-        """Sidecars by layer, filled with the records."""
 
-    def record(self, layer: Layer, expert: int, into: memoryview) -> None:
-        """Encode one expert into `into`."""
-        target = self._targets.get(layer.entry.file)
-        if target is None or target.header != layer.header:
-            raise RequestError(
-                "the source would give a layer of another shape, codec or name",
-                code="E1306",
-                file=layer.path,
-                remedy="give the checkpoint that this container was made from",
-            )
-        matrices, _ = ExpertReader(self._files, ExpertReader.needed(target.source)).read(target.source, expert)
-        made = encode_expert(target.header.codec, layer.layout.record, matrices, into)
-        made.put_beside({key: view.array for key, view in self._sidecar(layer).items()}, expert)
+def _again(session: Session, source: Path) -> MadeContainer:
+    container = session.container
+    return again(container, plan_again(source, container.manifest))
 
-    def _sidecar(self, layer: Layer) -> Beside:
-        if layer.entry.layer not in self.beside:
-            self.beside[layer.entry.layer] = {
-                (t.part, t.role): View(np.zeros(t.shape, VIEWS[t.dtype]), t.dtype)
-                for t in layer.header.sidecar_tensors()
-            }
-        return self.beside[layer.entry.layer]
 
-    def dense(self) -> DenseTensors:
-        """Every dense tensor of the container, from the source."""
-        made = DenseTensors(mode="source")
-        room = memoryview(bytearray(1 << 20))
-        for shard in self._plan.dense:
-            for tensor in shard.tensors:
-                array = np.empty(tensor.nbytes, np.uint8)
-                position = 0
-                for piece, nbytes, _ in pieces(self._files, tensor, room):
-                    array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
-                    position += len(piece)
-                    made.bytes_read += nbytes
-                made.arrays[tensor.name] = array
-                made.entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
-        return made
+def reference_way(session: Session, request: LogitsRequest) -> tuple[str, str]:
+    """("resident" or "anew", why) of the reference side: resident if that is asked for, or fits the free memory."""
+    if request.resident:
+        return RESIDENT, "every record in memory, as asked for"
+    container, free = session.container, available_memory()
+    needed = all_records(container) + sum(e.nbytes for _, e in dense_entries(container).values())
+    needed += row_sum_bytes(container) if session.loading.experts == NATIVE else 0
+    if free is None or needed <= free:
+        return RESIDENT, "every record in memory"
+    short = f"all of them would take {size_text(needed)}, {size_text(free)} are free"
+    return ANEW, f"records read anew for each use: {short}"
 
 
 # -- the command's work -----------------------------------------------------------------------------------------------
@@ -181,6 +160,8 @@ class LogitsRequest:
     host: str = DEFAULT
     audit: Path | None = None
     """Where the audit is to be written; this module only sees that it can be."""
+    resident: bool = False
+    """Whether the reference side holds every record, whatever memory there is; see `reference_way`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,26 +225,27 @@ def verify_logits(request: LogitsRequest, progress: Callable[[str], None] = lamb
         work = _check(session, request)
         reference = None
         if work.recorded is None:
-            progress("resident side")
-            reference = _resident_side(session, request.source, work)
+            way, why = reference_way(session, request)
+            progress(f"{way} side: {why}")
+            reference = _reference_side(session, request.source, work, way)
         return _streamed_side(session, request, work, reference, progress)
 
 
-def _resident_side(session: Session, source: Path | None, work: _Work) -> Side:
-    """Run the resident side and let it go: two models at once would take twice the memory."""
-    resident = resident_model(session, source)
+def _reference_side(session: Session, source: Path | None, work: _Work, way: str) -> Side:
+    """Run the side that does not stream and let it go: two models at once would take twice the memory."""
+    model = resident_model(session, source) if way == RESIDENT else anew_model(session, source)
     try:
-        return run_side(resident, work.prompts, work.steps)
+        return run_side(model, work.prompts, work.steps)
     finally:
-        resident.close()
-        del resident
+        model.close()
+        del model
         gc.collect()
 
 
 def _streamed_side(
     session: Session, request: LogitsRequest, work: _Work, reference: Side | None, progress: Callable[[str], None]
 ) -> Audit:
-    """Run the streamed side, and compare it with the resident one or with what was recorded."""
+    """Run the streamed side, and compare it with the reference side or with what was recorded."""
     container, prompts, recorded = session.container, work.prompts, work.recorded
     expected = recorded.steps if recorded is not None else reference.steps if reference is not None else ()
     streamed = _streamed_model(session)
@@ -314,10 +296,22 @@ def report(audit: Audit) -> str:
         first = f"{name}: logits differ (E1301), first at {audit.difference.text()}"
     else:
         steps = sum(len(s) for s in audit.streamed.steps)
-        other = audit.against or ("the model encoded from its source" if audit.source else "the resident model")
-        first = f"{name}: {steps} steps of {len(audit.prompts)} prompts, every logit equal to {other}'s, byte for byte"
+        first = (
+            f"{name}: {steps} steps of {len(audit.prompts)} prompts, every logit equal to {_other(audit)}, "
+            "byte for byte"
+        )
     doubts = [f"the run does not prove streaming (E1302): {why}" for why in audit.unproven]
     return shown_lines([first, *doubts, _streaming(audit.streamed, audit.surroundings["products"]["isa"])])
+
+
+def _other(audit: Audit) -> str:
+    """What the streamed side was compared with: whose logits are equal."""
+    if audit.against or audit.reference is None:
+        return f"{audit.against}'s"
+    anew = audit.reference.mode == ANEW
+    if audit.source:
+        return "those of records encoded from its source" + (" anew for each use" if anew else "")
+    return "those of records read anew for each use" if anew else "the resident model's"
 
 
 def _streaming(side: Side, isa: str | None) -> str:

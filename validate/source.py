@@ -223,15 +223,20 @@ class Comparison:
             yield Finding(WARNING, "W1030", MANIFEST, message)
 
 
+def plan_again(source: AnyPlace, manifest: Manifest) -> Plan:
+    """Plan the source as the container was planned. Raises what opening and planning raise."""
+    dense = KEEP if manifest.dense is None else manifest.dense.codec
+    asked = Request(source, codec_of(manifest), manifest.partial, manifest.include_code, manifest.merge_unlisted, dense)
+    return make_plan(asked)
+
+
 def compare_with(source: AnyPlace, manifest: Manifest, sample: int | None = None) -> Comparison:
     """Plan the source as the container was planned.
 
     `sample` experts are drawn evenly at random, the same ones for the same container; None compares all. Raises what
     opening and planning raise.
     """
-    dense = KEEP if manifest.dense is None else manifest.dense.codec
-    asked = Request(source, codec_of(manifest), manifest.partial, manifest.include_code, manifest.merge_unlisted, dense)
-    plan = make_plan(asked)
+    plan = plan_again(source, manifest)
     targets = {t.name: t for t in plan.layers}
     chosen = None
     if sample is not None:

@@ -19,16 +19,18 @@ from pagestone.convert.checkpoint import CONFIG
 from pagestone.convert.dense import DenseTensor, pieces
 from pagestone.convert.encode import encode_expert
 from pagestone.convert.errors import machine_errors
+from pagestone.convert.matrices import MatrixEncoder
 from pagestone.convert.plan import LayerTarget, Plan, Request, make_plan
 from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.convert.unchanged import FACTS
 from pagestone.formats import encodings
-from pagestone.formats.dtypes import Array
+from pagestone.formats.dense_matrices import DenseMatrix, PlacedMatrix
+from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.storage import PIECE, AnyPlace
-from pagestone.reader.container import Container, Layer, open_to_run
+from pagestone.reader.container import Beside, Container, Layer, View, open_to_run
 from pagestone.reader.made import MadeContainer
 
 CODEC = "bf16"
@@ -43,6 +45,9 @@ class SourceMaker:
         self._plan = plan
         self._files = SourceFiles(plan.checkpoint.path)
         self._targets = {t.name: t for t in plan.layers}
+        self._matrices = {m.name: (t, m, record) for t in plan.matrices for m, record in t.records()}
+        self._beside: dict[str, Beside] = {}
+        self._lock = threading.Lock()
         self._dense = {t.name: (shard.name, t) for shard in plan.dense for t in shard.tensors}
         self._room = max(ExpertReader.needed(t.source) for t in plan.layers)
         self._own = threading.local()
@@ -62,11 +67,22 @@ class SourceMaker:
             if slot.part is None:  # the buffer held another record before
                 into[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
         try:
-            encode_expert(target.header.codec, layer.layout.record, matrices, into)
+            made = encode_expert(target.header.codec, layer.layout.record, matrices, into)
         except DataError as error:
             file = self._plan.checkpoint.path / str(error.file)
             message = f"expert {expert}: {error.message}"
             raise DataError(message, code=error.code, file=file, tensor=error.tensor, remedy=error.remedy) from None
+        made.put_beside({key: view.array for key, view in self.beside(layer).items()}, expert)
+
+    def beside(self, layer: Layer) -> Beside:
+        name = layer.entry.file
+        with self._lock:
+            if name not in self._beside:
+                tensors = layer.header.sidecar_tensors()
+                self._beside[name] = {
+                    (t.part, t.role): View(np.zeros(t.shape, VIEWS[t.dtype]), t.dtype) for t in tensors
+                }
+            return self._beside[name]
 
     def dense_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
         return {name: (file, _entry(tensor)) for name, (file, tensor) in self._dense.items()}
@@ -80,6 +96,22 @@ class SourceMaker:
             array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
             position += len(piece)
         return array
+
+    def matrices(self) -> Mapping[str, PlacedMatrix]:
+        return {
+            name: PlacedMatrix(DenseMatrix(name, target.name, matrix.rows, matrix.columns, 0.0, 0.0), record, 0)
+            for name, (target, matrix, record) in self._matrices.items()
+        }
+
+    def matrix(self, name: str, into: memoryview) -> None:
+        target, matrix, record = self._matrices[name]
+        self._require_unchanged({r.tensor.file for r in matrix.stored.values()})
+        position = 0
+        for piece, _ in MatrixEncoder(self._files, target.encoding, matrix, record).pieces(
+            memoryview(bytearray(PIECE))
+        ):
+            into[position : position + len(piece)] = piece
+            position += len(piece)
 
     def _require_unchanged(self, names: set[str]) -> None:
         """Raise `DataError` (E1330) if a file is another than when it was planned: no answer of a mixture."""
@@ -130,6 +162,27 @@ def open_virtual(source: AnyPlace, home: Path | None = None) -> MadeContainer:
     # the fingerprint covers names, lengths and headers, not the data: it is no container id, and must not look like one
     identity = f"source {plan.checkpoint.fingerprint}"
     return MadeContainer(root, manifest, [t.header for t in plan.layers], SourceMaker(plan), identity)
+
+
+def again(container: Container, plan: Plan) -> MadeContainer:
+    """What `plan`, made as for a conversion of the container's source, gives in its place: the same bytes, or others.
+
+    Its directory is the container's, whose config.json is used. Raises `RequestError` (E1306) if the plan's layers, or
+    its dense matrices' encoding, are others.
+    """
+    manifest, targets = container.manifest, {t.name: t.header for t in plan.layers}
+    for layer in (*container.layers.values(), *container.mtp.values()):
+        if targets.get(layer.entry.file) != layer.header:
+            raise _another("a layer of another shape, codec or name", layer.path)
+    if plan.dense_identity != (None if manifest.dense is None else manifest.dense.identity):
+        raise _another("dense matrices in another encoding", container.path)
+    headers = [targets[e.file] for e in manifest.layers]
+    return MadeContainer(container.path, manifest, headers, SourceMaker(plan), container.container_id)
+
+
+def _another(what: str, file: Path) -> RequestError:
+    remedy = "give the checkpoint that this container was made from"
+    return RequestError(f"the source would give {what}", code="E1306", file=file, remedy=remedy)
 
 
 def open_any(path: Path) -> Container:

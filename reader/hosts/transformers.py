@@ -21,6 +21,7 @@ from pagestone.reader.configs import require_family, understood, vocabulary_of
 from pagestone.reader.container import Container, Layer
 from pagestone.reader.dense import DenseTensors, decoded, dense_codes, dense_entries, dense_tensor, load_dense
 from pagestone.reader.errors import Closing
+from pagestone.reader.files import ANEW
 from pagestone.reader.footprint import RECURRENT_LAYERS, Footprint
 from pagestone.reader.libraries import quiet, reason, require
 from pagestone.reader.model import (
@@ -257,7 +258,7 @@ def _dense_state(
     codes = dense_codes(used, entries, container.path)
     belonging = {name for matrix in codes.values() for name in matrix.names.values()}
     if dense is None:
-        mode = "mmap" if store.mode == "mmap" else "direct"
+        mode = store.mode if store.mode in ("mmap", ANEW) else "direct"
         dense = load_dense(container, {*used, *belonging}, mode, verify=verify)
     host.ignored = sorted(names.keys() - used.keys() - belonging)
     state = {}

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from kits.inference import TINY, Workshop, calm, command, flip, pairwise, sequence
 
-from pagestone.formats import encodings, native
+from pagestone.formats import encodings, native, storage
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
-from pagestone.reader.budget import all_records
+from pagestone.reader.budget import all_records, row_sum_bytes
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, Layer, View, open_container
+from pagestone.reader.dense import dense_entries
+from pagestone.reader.files import DirectFile
 from pagestone.reader.hosts import transformers as host
-from pagestone.reader.model import NATIVE, REFERENCE
+from pagestone.reader.model import NATIVE, PRODUCTS, REFERENCE
 from pagestone.reader.session import Session, SessionOptions
-from pagestone.reader.store import FileRecords, MappedStore, RecordDigests
+from pagestone.reader.store import FileRecords, MappedStore, PlainRecords, RecordDigests
 from pagestone.validate import logits, sides
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE
 from pagestone.validate.logits import LogitsRequest, verify_logits
@@ -251,14 +253,119 @@ def test_the_kind_of_experts(workshop: Workshop, audited: Path, capsys: pytest.C
     assert "E1244" in capsys.readouterr().err
 
 
+@pytest.fixture(params=["resident", "anew"])
+def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kinds of reference side: which one it is depends on the memory that is free."""
+    if request.param == "anew":
+        monkeypatch.setattr(logits, "available_memory", lambda: 1)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("codec", "experts"), [(c, NATIVE) for c in CODECS] + [("int8", REFERENCE)])
-def test_resident_side_from_the_source(workshop: Workshop, codec: str, experts: str) -> None:
+def test_reference_side_from_the_source(
+    workshop: Workshop, codec: str, experts: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other side never touches the container's weights: it is encoded from the checkpoint."""
-    audit = verify_logits(request(workshop.container(codec), source=TINY, steps=2, io="mmap", experts=experts))
-    assert audit.result == EQUAL and audit.table(None)["resident_side"] == "encoded from the source"
+    directory = workshop.container(codec)
+    monkeypatch.setattr(PlainRecords, "read", None)
+    monkeypatch.setattr(FileRecords, "read", None)  # mapped below; neither side reads a record
+    audit = verify_logits(request(directory, source=TINY, steps=2, io="mmap", experts=experts))
+    assert audit.result == EQUAL and audit.reference is not None and audit.reference.mode == way
+    again = ", anew for each use" if way == "anew" else ""
+    assert audit.table(None)["resident_side"] == "encoded from the source" + again
+    assert logits.report(audit).count("encoded from its source") == 1
 
 
-def test_a_wrong_source_is_seen(workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", PRODUCTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_records_read_anew_give_the_resident_side(
+    workshop: Workshop, codec: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashes and events of every step, whatever reads them; one record is in memory at a time, and none is kept."""
+    session = Session(workshop.container(codec), SessionOptions(experts=experts))
+    prompts = logits.default_prompts(session.container, session.vocabulary)
+    sides = []
+    for make in (logits.resident_model, logits.anew_model):
+        model = make(session)
+        sides.append(run_side(model, prompts, STEPS))
+        model.close()
+        monkeypatch.setattr(FileRecords, "read", None)  # the second side shares nothing with the cache
+        monkeypatch.setattr(DirectFile, "read_into", _direct_only_for_dense)
+    resident, anew = sides
+    assert [[(s.sha256, s.choice, s.events) for s in p] for p in resident.steps] == [
+        [(s.sha256, s.choice, s.events) for s in p] for p in anew.steps
+    ]
+    stride = session.container.layers[0].stride
+    used = sum(e.what == "expert" for p in anew.steps for s in p for e in s.events)
+    total = anew.counters.total
+    assert (total.misses, total.hits, total.bytes_read) == (used, 0, used * stride)
+    assert anew.mode == "anew" and anew.peak_bytes == stride and anew.open_leases == 0
+    session.close()
+
+
+def _direct_only_for_dense(self: DirectFile, target: memoryview, offset: int) -> int:
+    """What stands for `DirectFile.read_into` where nothing may be read past the page cache, and no record at all."""
+    assert self.mode == "buffered" and "layers" not in self.path.name
+    return storage.DirectFile.read_into(self, target, offset)
+
+
+def test_which_reference_side(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resident where all records and dense tensors fit what is free, else anew; --resident whatever there is."""
+    directory = workshop.container("int8")
+    with Session(directory) as session:
+        needed = sum(f.nbytes for f in session.container.manifest.files.values() if f.nbytes > 1 << 16)
+        for free, asked, expected in (
+            (None, False, "resident"), (needed, False, "resident"), (needed // 2, False, "anew"), (1, True, "resident")
+        ):  # fmt: skip
+            monkeypatch.setattr(logits, "available_memory", lambda free=free: free)
+            way, why = logits.reference_way(session, request(directory, resident=asked))
+            assert way == expected and ("are free" in why) == (way == "anew")
+        every = all_records(session.container)
+        rows = row_sum_bytes(session.container)
+        dense = sum(e.nbytes for _, e in dense_entries(session.container).values())
+        for free, expected in ((every + rows + dense, "resident"), (every + rows + dense - 1, "anew")):
+            monkeypatch.setattr(logits, "available_memory", lambda free=free: free)
+            assert logits.reference_way(session, request(directory))[0] == expected
+
+
+def test_the_command_says_which_side(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a line before it runs, in the result, in the audit."""
+    directory = workshop.container("q4")
+    monkeypatch.setattr(logits, "available_memory", lambda: 1)
+    assert command("verify-logits", directory, "--steps", "1") == 0
+    out, err = capsys.readouterr()
+    assert "anew side: records read anew for each use" in err and "1 B are free" in err
+    assert "every logit equal to those of records read anew" in out
+    assert command("verify-logits", directory, "--steps", "1", "--json", "--resident") == 0
+    out, err = capsys.readouterr()
+    assert "resident side: every record in memory, as asked for" in err
+    table = json.loads(out)
+    assert table["resident_side"] == "the container's records" and table["resident"]["mode"] == "resident"
+
+
+def test_a_record_is_read_at_each_use(damaged: Path, audited: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes on disk between two uses is seen at the second."""
+    monkeypatch.setattr(logits, "available_memory", lambda: 1)
+    layer = open_container(damaged).layers[1]
+    seen: list[int] = []
+    real = PlainRecords.read
+
+    def read(self: PlainRecords, at: Layer, expert: int, into: memoryview) -> None:
+        real(self, at, expert, into)
+        if at.entry.layer == 1:
+            seen.append(expert)
+            if len(seen) == 1:
+                flip(layer.path, layer.layout.record_offset(expert) + 7)
+
+    monkeypatch.setattr(PlainRecords, "read", read)
+    with pytest.raises(DataError, match=r"layers-01.*E1201"):
+        verify_logits(request(damaged, prompts=None, steps=16))
+    assert seen
+
+
+def test_a_wrong_source_is_seen(workshop: Workshop, tmp_path: Path, way: str) -> None:
     """A source whose weights are others gives other logits, first in the layer that differs."""
     import shutil
 
@@ -344,8 +451,8 @@ def used_expert(audited: Path, layer: int) -> int:
     return next(x["expert"] for x in lines if x["layer"] == layer and x["what"] == "expert")
 
 
-def test_a_flip_on_disk(damaged: Path, audited: Path) -> None:
-    """(a) The resident side names file and expert (E1201); mapped against an audit, the logits tell, and where."""
+def test_a_flip_on_disk(damaged: Path, audited: Path, way: str) -> None:
+    """(a) The reference side names file and expert (E1201); mapped against an audit, the logits tell, and where."""
     expert = used_expert(audited, 1)
     layer = open_container(damaged).layers[1]
     at = layer.layout.record_offset(expert) + layer.layout.record.slot("down", "codes").offset
@@ -363,7 +470,7 @@ def test_a_flip_on_disk(damaged: Path, audited: Path) -> None:
 
 @pytest.mark.parametrize("budget", [102_400, 20 * 102_400, None])
 def test_a_flip_in_a_cached_buffer(
-    workshop: Workshop, audited: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None
+    workshop: Workshop, audited: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, way: str
 ) -> None:
     """(b) After its digest was checked nothing but the logits can tell; they do, and name layer and expert."""
     expert = used_expert(audited, 2)
@@ -411,7 +518,7 @@ def _cache(container: Container) -> ExpertCache:
     return ExpertCache(container.layers, records, all_records(container))
 
 
-def test_a_flip_in_the_row_sums_on_disk(damaged: Path) -> None:
+def test_a_flip_in_the_row_sums_on_disk(damaged: Path, way: str) -> None:
     """(c) Whoever reads row sums compares their digest (E1206); reference experts never look at them."""
     path = row_sum(damaged, 2, 5)[0]
     flip(*row_sum(damaged, 2, 5), bit=4)
@@ -444,7 +551,9 @@ def test_a_flip_in_the_row_sums_in_a_map(damaged: Path, audited: Path) -> None:
 
 
 @pytest.mark.skipif("avx512" not in native.available(), reason="other instruction sets need no row sums")
-def test_a_flip_in_the_row_sums_in_memory(workshop: Workshop, audited: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flip_in_the_row_sums_in_memory(
+    workshop: Workshop, audited: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """(c) After their digest was checked nothing but the logits can tell; they do, and name layer and expert."""
     expert = used_expert(audited, 1)
     real = logits._streamed_model
@@ -464,8 +573,8 @@ def test_a_flip_in_the_row_sums_in_memory(workshop: Workshop, audited: Path, mon
     assert (audit.difference.layer, audit.difference.what, audit.difference.expert) == (1, "expert", expert)
 
 
-def test_a_flip_in_a_dense_tensor_on_disk(damaged: Path) -> None:
-    """(d) The direct path and the resident side compare every dense file with its digest."""
+def test_a_flip_in_a_dense_tensor_on_disk(damaged: Path, way: str) -> None:
+    """(d) The direct path and the reference side compare every dense file with its digest."""
     dense = next(damaged.glob("dense-*.safetensors"))
     flip(dense, dense.stat().st_size - 9)
     for io in ("direct", "mmap"):
@@ -483,7 +592,7 @@ def test_a_flip_in_a_dense_tensor_on_disk(damaged: Path) -> None:
     ],
 )
 def test_a_flip_in_a_dense_tensor_in_memory(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, name: str, layer: int | None, what: str
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, name: str, layer: int | None, what: str, way: str
 ) -> None:
     """(d) The logits tell, and the first layer where anything differed is named."""
     real = logits._streamed_model
