@@ -163,7 +163,9 @@ def main() -> None:
             script = Path(__file__).with_name("make_true_shape.py")
             subprocess.run([sys.executable, str(script), str(source), "--layers", str(args.layers),
                             "--experts", str(args.experts)], check=True, stdout=sys.stderr)  # fmt: skip
-        results = [bench(codec, source, scratch, args) for codec in args.codec or ["bf16", "fp8", "int8", "q3", "q4"]]
+        results = [
+            bench(codec, source, scratch, args) for codec in args.codec or ["bf16", "fp8", "int8", "q3", "q4", "q8"]
+        ]
     facts = machine(os.environ.get("PYTHONPATH", "")) | {
         "workers": args.workers,
         "source": "cold" if args.cold else "warm",

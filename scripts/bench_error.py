@@ -40,7 +40,7 @@ EXPERTS = 4
 """Experts drawn from each distribution."""
 CASES: tuple[tuple[str, dict[str, int | str]], ...] = (
     ("bf16", {}), ("int8", {}), ("fp8", {}), ("q4", {}), ("q4", {"group_size": 32}),
-    ("q3", {}), ("q3", {"group_size": 32}),
+    ("q3", {}), ("q3", {"group_size": 32}), ("q8", {}),
 )  # fmt: skip
 
 

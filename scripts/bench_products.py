@@ -32,8 +32,8 @@ from pagestone.formats.layout import align_up
 from pagestone.formats.surroundings import measured_on
 
 SHAPES = {"gate_up": (1024, 2048), "down": (2048, 512)}
-CODECS = ("bf16", "int8", "fp8", "q4", "q3")
-AIMS = {"bf16": 1.3, "int8": 1.3, "fp8": 3.0, "q4": 4.0, "q3": 6.0}
+CODECS = ("bf16", "int8", "fp8", "q8", "q4", "q3")
+AIMS = {"bf16": 1.3, "int8": 1.3, "fp8": 3.0, "q8": 3.0, "q4": 4.0, "q3": 6.0}
 """Multiples of the read time to aim for with one token."""
 
 

@@ -230,6 +230,12 @@ def q4_partial(root: Path) -> None:
     write_source(root, {"model_type": "qwen3_5_moe", "text_config": text}, tensors, "F16")
 
 
+def q8_small(root: Path) -> None:
+    tensors = {"model.norm.weight": numbers(93, 128), **split_names("model.layers.0.mlp.experts", 2, 128, 64, 900)}
+    special_affine(tensors["model.layers.0.mlp.experts.0.up_proj.weight"])
+    write_source(root, qwen3_moe(1, 2), tensors, "BF16")
+
+
 @dataclass(frozen=True)
 class Accepted:
     """A container to be accepted: how its source is made, and how it is converted."""
@@ -253,6 +259,7 @@ ACCEPT = {
     "q3-small": Accepted(q3_small, "q3"),
     "q4-groups": Accepted(q4_groups, "q4", parameters={"group_size": 32}),
     "q4-partial": Accepted(q4_partial, "q4", (0, 1)),
+    "q8-small": Accepted(q8_small, "q8"),
 }
 
 
@@ -416,6 +423,7 @@ WHAT = {
     "bf16-biases": "bf16 of a BF16 source with biases: no scales, so no pad_a; names that are ours (loadable_by)",
     "q3-small": "q3 of a BF16 source, groups of 64: zeros, one value, subnormals, an outlier, one sign, large numbers",
     "q4-groups": "q4 of an F32 source, groups of 32 where 64 does not divide H and I",
+    "q8-small": "q8 of a BF16 source, groups of 64: what q3-small has, in 8 bits",
     "q4-partial": "q4 of an F16 source, groups of 64, nested names and config, only layer 0 of 2 (partial)",
 }
 

@@ -109,8 +109,8 @@ CODECS = {
     "fp8": Codec(lambda r, c, p: [("weight", "F8_E4M3", (r, c)),
                                   ("weight_scale_inv", p["scale_dtype"], (math.ceil(r / 128), math.ceil(c / 128)))],
                  fp8_values, ({"block": 128, "scale_dtype": "BF16"}, {"block": 128, "scale_dtype": "F32"})),
-    "q3": Codec(lambda r, c, p: affine_tensors(3, r, c, p["group_size"]), affine_values, GROUPS),
-    "q4": Codec(lambda r, c, p: affine_tensors(4, r, c, p["group_size"]), affine_values, GROUPS),
+    **{f"q{bits}": Codec(lambda r, c, p, bits=bits: affine_tensors(bits, r, c, p["group_size"]), affine_values, GROUPS)
+       for bits in (3, 4, 8)},
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""q3 and q4: a scale and a bias for every group of 64, readable by MLX (specs/codecs/affine.md).
+"""q3, q4, q8: a scale and a bias for every group of 64, readable by MLX (specs/codecs/affine.md).
 
-w = scale * code + bias, product and sum each rounded to float32; scale and bias are BF16, code is 0..L, L = 7 or 15.
-The encoder tries 20 pairs of scale and bias for every group and keeps the one of least squared error. All arithmetic is
-float32, every operation rounded on its own; n is the size of the group.
+w = scale * code + bias, product and sum each rounded to float32; scale and bias are BF16, code is 0..L, L = 7, 15 or
+255. The encoder tries 20 pairs of scale and bias for every group and keeps the one of least squared error. All
+arithmetic is float32, every operation rounded on its own; n is the size of the group.
 
 - Unit. u = 2^k, k the exponent of the largest magnitude of the group but at most 0 and at least -126. The search works
   on v = w / u, which is exact. Its scales and biases are what is stored, divided by u, which is exact too: `stored(x)`
@@ -133,7 +133,7 @@ class Affine(Codec):
         results = np.empty((len(x), rows), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for token, scale, result in zip(grouped.astype(np.float32), of_tokens, results, strict=True):
-                dots = (codes * token).sum(axis=2)  # integers below 2^24: exact in any order, and so are their sums
+                dots = (codes * token).sum(axis=2)  # integers below 2^24: exact in any order
                 scaled = products.lane_sum(dots, scales, products.GROUP_LANES)
                 raised = products.lane_sum(token.sum(axis=1), biases, products.GROUP_LANES)
                 result[...] = scale * (scaled + raised)
@@ -175,6 +175,14 @@ class Q4(Affine):
     __slots__ = ()
     name: ClassVar[str] = "q4"
     bits: ClassVar[int] = 4
+
+
+class Q8(Affine):
+    """8 bits a weight and a scale and a bias for every 64: 8.5 bits in all."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "q8"
+    bits: ClassVar[int] = 8
 
 
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
@@ -266,7 +274,7 @@ def _best_pair(values: F32, levels: np.float32, unit: F32) -> tuple[F32, F32]:
             best_scale, best_bias = np.where(better, scale, best_scale), np.where(better, bias, best_bias)
             if refits_left:
                 q, qq, qv = lane_sum(codes), lane_sum(codes * codes), lane_sum(codes * values)
-                below = count * qq - q * q  # integers below 2^24: exact
+                below = count * qq - q * q  # of q3 and q4 all exact; of q8 each product is rounded
                 slope: F32 = np.divide(count * qv - q * total, below)
                 new_scale = stored_scale(slope, unit)
                 new_bias = stored_bias(np.divide(total - new_scale * q, count), unit)
@@ -274,4 +282,4 @@ def _best_pair(values: F32, levels: np.float32, unit: F32) -> tuple[F32, F32]:
     return best_scale, best_bias
 
 
-ENCODINGS = (Q3, Q4)
+ENCODINGS = (Q3, Q4, Q8)

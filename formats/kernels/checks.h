@@ -30,8 +30,8 @@ void expect_aligned(const char* name, const Array& array) {
 }
 
 inline void expect_bits_and_group(std::size_t bits, std::size_t group) {
-    if (bits != 3 && bits != 4)
-        throw nb::value_error(("bits expected to be 3 or 4, found " + std::to_string(bits)).c_str());
+    if (bits != 3 && bits != 4 && bits != 8)
+        throw nb::value_error(("bits expected to be 3, 4 or 8, found " + std::to_string(bits)).c_str());
     if (group != 32 && group != 64)
         throw nb::value_error(("group expected to be 32 or 64, found " + std::to_string(group)).c_str());
 }

@@ -1,4 +1,4 @@
-// q3, q4: groups of 64 (or 32) values, w = scale * code + bias, found by a search over 20 candidates a group.
+// q3, q4, q8: groups of 64 (or 32) values, w = scale * code + bias, found by a search over 20 candidates a group.
 // Definition: encodings/affine.py.
 #include "encoders.h"
 
@@ -87,7 +87,7 @@ PAGESTONE_INLINE Floats fold_floats(Floats* lanes) {
 }
 
 // Codes of every group with its scale and bias, the error of what they stand for, and the sums for a refit. Sums of
-// codes and of their squares are integers below 2^24, exact in any order.
+// codes and of their squares are integers below 2^24, exact in any order (the products of a refit are not, of q8).
 template <std::size_t GROUP, bool REFIT>
 PAGESTONE_INLINE Sums assess(const Floats* values, Fit fit, float levels) {
     const Floats zero{}, top = all(levels);
@@ -209,7 +209,19 @@ PAGESTONE_INLINE void search(const float* flat, float levels, std::uint16_t* sca
     }
 }
 
-// The codes of one group, packed, and its statistics into `lanes`. Eight codes of BITS bits fill BITS bytes.
+// Eight codes of BITS bits, which fill BITS bytes.
+template <int BITS>
+struct EightCodes {
+    typedef std::uint32_t Word;
+};
+template <>
+struct EightCodes<8> {
+    typedef std::uint64_t Word;
+};
+template <int BITS>
+using Eight = typename EightCodes<BITS>::Word;
+
+// The codes of one group, packed, and its statistics into `lanes`.
 template <int BITS, std::size_t GROUP>
 PAGESTONE_INLINE void quantise(const float* values, float scale, float bias, float inverse, std::uint8_t* packed,
                                Lanes& lanes) {
@@ -226,8 +238,8 @@ PAGESTONE_INLINE void quantise(const float* values, float scale, float bias, flo
         decoded[i] = scale * (shifted - MAGIC) + bias;
     }
     for (std::size_t i = 0; i < GROUP; i += 8) {
-        std::uint32_t word = 0;
-        for (std::size_t n = 0; n < 8; ++n) word |= codes[i + n] << (BITS * n);
+        Eight<BITS> word = 0;
+        for (std::size_t n = 0; n < 8; ++n) word |= Eight<BITS>(codes[i + n]) << (BITS * n);
         std::memcpy(packed + i / 8 * BITS, &word, BITS);
     }
     accumulate<GROUP>(lanes, values, decoded);
@@ -239,7 +251,7 @@ Encoded count_overflow(const std::uint8_t* packed, const std::uint16_t* scales, 
                        std::size_t count) {
     Encoded result{0.0, 0.0, 0, 0};
     for (std::size_t i = 0; i < count; ++i) {
-        std::uint32_t word = 0;
+        Eight<BITS> word = 0;
         std::memcpy(&word, packed + i / 8 * BITS, BITS);
         const float code = float((word >> (BITS * (i % 8))) & ((1u << BITS) - 1u));
         const float product = SourceBF16::value(scales[i / GROUP]) * code;
@@ -295,6 +307,7 @@ Encoded encode_affine(const Encoding& e) {
     return by_source(e, [&](auto source) {
         using S = decltype(source);
         if (e.bits == 3) return e.group == 32 ? encode<S, 3, 32>(e) : encode<S, 3, 64>(e);
+        if (e.bits == 8) return e.group == 32 ? encode<S, 8, 32>(e) : encode<S, 8, 64>(e);
         return e.group == 32 ? encode<S, 4, 32>(e) : encode<S, 4, 64>(e);
     });
 }

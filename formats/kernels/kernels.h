@@ -28,9 +28,9 @@ struct Encoding {
     void* codes;
     void* scales;
     Source scale_type;        // of fp8: BF16 or F32
-    std::uint16_t* biases;    // of q3 and q4: BF16 bits
+    std::uint16_t* biases;    // of q3, q4 and q8: BF16 bits
     std::int32_t* row_sums;   // of int8, if they are asked for
-    std::size_t bits, group;  // of q3 and q4
+    std::size_t bits, group;  // of q3, q4 and q8
 };
 
 using Encode = Encoded (*)(const Encoding&);
@@ -44,9 +44,9 @@ struct Product {
     const void* codes;
     const void* scales;
     Source scale_type;             // of fp8: BF16 or F32
-    const std::uint16_t* biases;   // of q3 and q4
+    const std::uint16_t* biases;   // of q3, q4 and q8
     const std::int32_t* row_sums;  // of int8
-    std::size_t bits, group;       // of q3 and q4
+    std::size_t bits, group;       // of q3, q4 and q8
     void* y;
     Source y_type;
 };

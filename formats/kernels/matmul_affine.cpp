@@ -1,4 +1,4 @@
-// q3, q4: activations in 8 bits; of each group the exact sums d (code * a) and A (a); y = s_x * (P + Q), P the sum of
+// q3, q4, q8: activations in 8 bits; of each group the exact sums d (code * a) and A (a); y = s_x * (P + Q), P the sum of
 // f32(d) * scale and Q of f32(A) * bias over the groups in 16 lanes. Definition: encodings/affine.py.
 #include "products.h"
 
@@ -12,6 +12,8 @@ template <int BITS>
 constexpr std::size_t WITHIN[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 template <>
 constexpr std::size_t WITHIN<3>[8] = {0, 3, 4, 7, 1, 2, 5, 6};
+template <>
+constexpr std::size_t WITHIN<8>[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 #if defined(__AVX512F__)
 typedef __m512i Ints;
@@ -36,7 +38,7 @@ PAGESTONE_INLINE Ints load_ints(const void* from) {
 #endif
 }
 
-// A unit of packed codes, whole.
+// A unit of packed codes of less than 8 bits, whole.
 template <int BITS>
 PAGESTONE_INLINE Ints packed_unit(const std::uint8_t* packed) {
     if constexpr (BITS == 4) return load_ints(packed);
@@ -86,15 +88,48 @@ PAGESTONE_INLINE Unit unpack(Ints packed) {
 #endif
 }
 
-// Sums over every eight codes of code * activation: at most 15 * 127 each, so that four fit 16 bits.
+// A unit that lies at `packed`. Codes of 8 bits are bytes already: of every eight the first four go to the first half.
+template <int BITS>
+PAGESTONE_INLINE Unit load_unit(const std::uint8_t* packed) {
+    if constexpr (BITS == 8) {
+        const Ints low = load_ints(packed), high = load_ints(packed + HALF);
+#if defined(__AVX512F__)
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+        return {_mm512_permutex2var_epi32(low, even, high), _mm512_permutex2var_epi32(low, odd, high)};
+#else
+        const __m256 a = _mm256_castsi256_ps(low), b = _mm256_castsi256_ps(high);
+        const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+        const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xDD));
+        return {_mm256_permute4x64_epi64(even, 0xD8), _mm256_permute4x64_epi64(odd, 0xD8)};
+#endif
+    } else {
+        return unpack<BITS>(packed_unit<BITS>(packed));
+    }
+}
+
+#if !defined(__AVX512F__)
+// Sums over every four of both halves: codes of at most 15 times activations of at most 127, so that four fit 16 bits.
+PAGESTONE_INLINE __m256i small_dots(Unit codes, __m256i first, __m256i second, int weight) {
+    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(codes.first, first),
+                                           _mm256_maddubs_epi16(codes.second, second));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(short(weight)));
+}
+#endif
+
+// Sums over every eight codes of code * activation.
+template <int BITS>
 PAGESTONE_INLINE Ints unit_dots(Unit codes, const std::int8_t* token) {
     const Ints first = load_ints(token), second = load_ints(token + HALF);
 #if defined(__AVX512F__)
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), codes.first, first), codes.second, second);
 #else
-    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(codes.first, first),
-                                           _mm256_maddubs_epi16(codes.second, second));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    if constexpr (BITS < 8) return small_dots(codes, first, second, 1);
+    const __m256i nibble = _mm256_set1_epi8(15);  // 255 * 127 does not fit: 16 times the upper half, and the lower
+    const Unit low{_mm256_and_si256(codes.first, nibble), _mm256_and_si256(codes.second, nibble)};
+    const Unit high{_mm256_and_si256(_mm256_srli_epi16(codes.first, 4), nibble),
+                    _mm256_and_si256(_mm256_srli_epi16(codes.second, 4), nibble)};
+    return _mm256_add_epi32(small_dots(low, first, second, 1), small_dots(high, first, second, 16));
 #endif
 }
 
@@ -163,7 +198,7 @@ PAGESTONE_INLINE Floats block_of_units(const Units& units, std::size_t block, co
     Ints found[UNITS<GROUP>];
     for (std::size_t u = 0; u < UNITS<GROUP>; ++u) {
         const std::size_t unit = block * UNITS<GROUP> + u;
-        found[u] = unit_dots(units.whole(unit), token + unit * UNIT);
+        found[u] = unit_dots<Units::WIDTH>(units.whole(unit), token + unit * UNIT);
     }
     return block_sums<GROUP>(found);
 }
@@ -189,9 +224,9 @@ PAGESTONE_INLINE float dot(const Units& units, std::size_t groups, const std::ui
         for (std::size_t u = 0; u < COUNT; ++u) {
             const std::size_t unit = whole * COUNT + u, first = unit * UNIT;
             if (first + UNIT <= columns)
-                found[u] = unit_dots(units.whole(unit), token + first);
+                found[u] = unit_dots<Units::WIDTH>(units.whole(unit), token + first);
             else if (first < columns)
-                found[u] = unit_dots(units.partial(unit, columns - first), token + first);
+                found[u] = unit_dots<Units::WIDTH>(units.partial(unit, columns - first), token + first);
             else
                 found[u] = Ints{};
         }
@@ -232,20 +267,23 @@ PAGESTONE_INLINE void dot_two(const Units& units, const std::uint16_t* scales, c
 template <int BITS>
 struct Packed {
     const std::uint8_t* codes;
+    static constexpr int WIDTH = BITS;
     static constexpr std::size_t BYTES = UNIT * BITS / 8;
     __attribute__((always_inline)) Unit whole(std::size_t unit) const {
         fetch(codes + unit * BYTES, AHEAD);
-        return unpack<BITS>(packed_unit<BITS>(codes + unit * BYTES));
+        return load_unit<BITS>(codes + unit * BYTES);
     }
     __attribute__((always_inline)) Unit partial(std::size_t unit, std::size_t count) const {
         std::uint8_t padded[UNIT * BITS / 8] = {};
         std::memcpy(padded, codes + unit * BYTES, count * BITS / 8);
-        return unpack<BITS>(packed_unit<BITS>(padded));
+        return load_unit<BITS>(padded);
     }
 };
 
+template <int BITS>
 struct Unpacked {
     const std::uint8_t* codes;
+    static constexpr int WIDTH = BITS;
     __attribute__((always_inline)) Unit whole(std::size_t unit) const {
         return {load_ints(codes + unit * UNIT), load_ints(codes + unit * UNIT + HALF)};
     }
@@ -294,12 +332,17 @@ PAGESTONE_INLINE float dot(const Units& units, std::size_t groups, const std::ui
     return scaled[0] + raised[0];
 }
 
+template <int BITS>
 struct Unpacked {
     const std::uint8_t* codes;
 };
 
 template <int BITS>
 void unpack_row(const std::uint8_t* packed, std::size_t columns, std::uint8_t* codes) {
+    if constexpr (BITS == 8) {
+        std::memcpy(codes, packed, columns);
+        return;
+    }
     for (std::size_t c = 0; c < columns; c += 8) {
         std::uint32_t word = 0;
         for (int b = 0; b < BITS; ++b) word |= std::uint32_t(packed[c / 8 * BITS + b]) << (8 * b);
@@ -345,7 +388,7 @@ void multiply(const Product& p, const unsigned char* prepared, unsigned char* sc
     const std::size_t row_bytes = p.columns / 8 * BITS;
     const float* of_tokens = reinterpret_cast<const float*>(prepared);
 #if defined(__AVX512F__) || defined(__AVX2__)
-    const bool direct = p.tokens <= (BITS == 4 ? 2 : 1);  // else each row is unpacked once, for all tokens
+    const bool direct = p.tokens <= (BITS == 3 ? 1 : 2);  // else each row is unpacked once, for all tokens
 #else
     const bool direct = false;
 #endif
@@ -368,7 +411,7 @@ void multiply(const Product& p, const unsigned char* prepared, unsigned char* sc
                         dot_two<GROUP>(Packed<BITS>{packed + (first + r) * row_bytes}, scales + at, p.biases + at,
                                        codes, sums, results + r);
                     else
-                        dot_two<GROUP>(Unpacked{scratch + r * l.padded}, scales + at, p.biases + at, codes, sums,
+                        dot_two<GROUP>(Unpacked<BITS>{scratch + r * l.padded}, scales + at, p.biases + at, codes, sums,
                                        results + r);
                 }
 #endif
@@ -381,7 +424,7 @@ void multiply(const Product& p, const unsigned char* prepared, unsigned char* sc
                                      p.biases + at, codes, sums);
                 else
 #endif
-                    sum = dot<GROUP>(Unpacked{scratch + r * l.padded}, l.groups, scales + at, p.biases + at, codes,
+                    sum = dot<GROUP>(Unpacked<BITS>{scratch + r * l.padded}, l.groups, scales + at, p.biases + at, codes,
                                      sums);
             }
             for (r = 0; r < count; ++r) results[r] = of_tokens[t] * results[r];
@@ -414,6 +457,8 @@ bool prepare_affine(const Product& p, unsigned char* prepared) {
         std::int8_t* codes = reinterpret_cast<std::int8_t*>(token + l.sums);
         if (p.bits == 3)
             arrange<3>(natural, l.padded, codes);
+        else if (p.bits == 8)
+            arrange<8>(natural, l.padded, codes);
         else
             arrange<4>(natural, l.padded, codes);
         if (l.twos) std::memcpy(codes + l.padded, codes, l.padded);
@@ -425,8 +470,9 @@ std::size_t scratch_bytes_affine(const Product& p) { return TILE_ROWS * up(p.col
 
 void matmul_affine(const Product& p, const unsigned char* prepared, unsigned char* scratch, std::size_t first,
                    std::size_t last) {
-    const auto chosen = p.bits == 3 ? (p.group == 64 ? multiply<3, 64> : multiply<3, 32>)
-                                    : (p.group == 64 ? multiply<4, 64> : multiply<4, 32>);
+    const auto chosen = p.bits == 3   ? (p.group == 64 ? multiply<3, 64> : multiply<3, 32>)
+                        : p.bits == 8 ? (p.group == 64 ? multiply<8, 64> : multiply<8, 32>)
+                                      : (p.group == 64 ? multiply<4, 64> : multiply<4, 32>);
     chosen(p, prepared, scratch, first, last);
 }
 

@@ -24,7 +24,7 @@ def run(*words: str):
 
 
 @pytest.mark.parametrize(("words", "size"), [((), 64), (("--group-size", "32"), 32), (("--group-size", "64"), 64)])
-@pytest.mark.parametrize("name", ["q3", "q4"])
+@pytest.mark.parametrize("name", ["q3", "q4", "q8"])
 def test_group_size_reaches_the_container(tmp_path, name, words, size):
     done = run(f"prepare-{name}", str(TINY), "-o", str(tmp_path / "out"), *words)
     assert done.exit_code == 0, done.output

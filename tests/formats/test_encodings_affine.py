@@ -1,4 +1,4 @@
-"""q3, q4: the definition against a second one, a scalar at a time, and against values computed by hand."""
+"""q3, q4, q8: the definition against a second one, a scalar at a time, and against values computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagestone.formats.encodings.affine import mlx_rule, pack, search, unpack
 from pagestone.formats.errors import LayoutError, NonFiniteError, RequestError
 
 F = np.float32
-CODECS = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+CODECS = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4", "q8") for size in (64, 32)]
 EACH = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in CODECS]
 SPEC = Path(__file__).resolve().parents[2] / "specs" / "codecs" / "affine.md"
 
@@ -190,7 +190,7 @@ def test_golden_where_another_start_wins():
 # -- packing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_one_code_walked_through_a_row(bits):
     """A single code, all bits set, at every place: its bits are where the stream says, those of a neighbour are not."""
     columns, top = 64, (1 << bits) - 1
@@ -225,7 +225,7 @@ def test_three_bit_codes_that_straddle_bytes():
     assert packed.view(np.uint8)[0, :3].tolist() == [0b10001000, 0b11000110, 0b11111010]
 
 
-@given(st.sampled_from([3, 4]), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([3, 4, 8]), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_packing_is_invertible(bits, rows, words, seed):
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 32 * words)).astype(np.uint8)
     packed = pack(codes, bits)
@@ -250,7 +250,7 @@ def test_tensors(codec, columns):
     assert encodings.get(codec.name, codec.parameters) == codec
 
 
-@pytest.mark.parametrize("name", ["q3", "q4"])
+@pytest.mark.parametrize("name", ["q3", "q4", "q8"])
 @pytest.mark.parametrize(
     ("size", "columns", "remedy"),
     [(64, 96, "--group-size 32"), (64, 160, "--group-size 32"), (64, 32, "--group-size 32"), (64, 100, "int8"),
@@ -309,7 +309,11 @@ def test_never_worse_than_mlx_in_any_group(codec, kind):
 
 @pytest.mark.parametrize("codec", EACH)
 def test_magnitude_does_not_matter(codec):
-    """A group times a power of two has the same codes, down to where BF16 ends; MLX would lose it at 1e-7."""
+    """A group times a power of two has the same codes, down to where BF16 ends; MLX would lose it at 1e-7.
+
+    There its rule is no start worth having, which 8 bits feel more: its scales, not its range, were the better ones.
+    """
+    most = 1.5 if codec.bits == 8 else 1.3
     weight = samples(codec.group_size)[:6]
     weight /= np.abs(weight).max()
     expected, _ = encode(codec, weight)
@@ -321,7 +325,7 @@ def test_magnitude_does_not_matter(codec):
         errors = [(codec.values(o, *weight.shape) * f - weight).astype(np.float64) ** 2
                   for o, f in ((out, F(2.0**-power)), (expected, F(1)))]  # fmt: skip
         worse = errors[0].sum(axis=1) / errors[1].sum(axis=1)
-        assert (worse[~same] < 1.3).all() and np.array_equal(out["codes"][same], expected["codes"][same])
+        assert (worse[~same] < most).all() and np.array_equal(out["codes"][same], expected["codes"][same])
 
 
 @pytest.mark.parametrize("codec", EACH)

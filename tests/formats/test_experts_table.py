@@ -113,10 +113,17 @@ def test_columns_of_roles(tmp_path):
         read_experts(tmp_path / "t", 2, (*ROLES, "mins"))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "q3", "q4"])
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "q3", "q4", "q8"])
 def test_every_stored_tensor_has_its_place(codec):
     """In the vectors: the bytes at each place are those that the reader gives out, affine biases too."""
-    name = {"bf16": "bf16-small", "fp8": "fp8-edge", "int8": "int8-odd", "q3": "q3-small", "q4": "q4-groups"}[codec]
+    name = {
+        "bf16": "bf16-small",
+        "fp8": "fp8-edge",
+        "int8": "int8-odd",
+        "q3": "q3-small",
+        "q4": "q4-groups",
+        "q8": "q8-small",
+    }[codec]
     container = open_container(VECTORS / name)
     found, roles = read_experts(container.path / EXPERTS_TABLE), set()
     layers = {layer.entry.file: layer for layer in (*container.layers.values(), *container.mtp.values())}

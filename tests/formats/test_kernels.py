@@ -28,7 +28,7 @@ CODECS = [
 ]
 NAMES = ["int8", "fp8", "fp8-f32", "bf16"]
 EACH = [pytest.param(codec, id=name) for codec, name in zip(CODECS, NAMES, strict=True)]
-GROUPED = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4") for size in (64, 32)]
+GROUPED = [encodings.get(name, {"group_size": size}) for name in ("q3", "q4", "q8") for size in (64, 32)]
 EACH_GROUPED = [pytest.param(codec, id=f"{codec.name}-{codec.group_size}") for codec in GROUPED]
 NON_FINITE = {
     "BF16": [0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7FFF],
@@ -262,7 +262,7 @@ def test_threads_share_kernels(isa):
     assert results == [expected] * 4
 
 
-# -- q3, q4 ------------------------------------------------------------------------------------------------------------
+# -- q3, q4, q8 -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", EACH_GROUPED)
@@ -451,8 +451,8 @@ def test_wrong_shapes_raise_with_both_numbers(name, index, shape, message):
 @pytest.mark.parametrize(
     ("bits", "group", "message"),
     [
-        (2, 64, "bits expected to be 3 or 4, found 2"),
-        (5, 64, "bits expected to be 3 or 4, found 5"),
+        (2, 64, "bits expected to be 3, 4 or 8, found 2"),
+        (5, 64, "bits expected to be 3, 4 or 8, found 5"),
         (4, 16, "group expected to be 32 or 64, found 16"),
     ],
 )

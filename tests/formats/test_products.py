@@ -20,7 +20,8 @@ from pagestone.formats.errors import NonFiniteError
 ISAS = native.available()[1:]
 CASES = [
     ("bf16", {}), ("fp8", {}), ("fp8", {"scale_dtype": "F32"}), ("int8", {}),
-    ("q4", {}), ("q4", {"group_size": 32}), ("q3", {}), ("q3", {"group_size": 32}),
+    ("q4", {}), ("q4", {"group_size": 32}), ("q3", {}), ("q3", {"group_size": 32}), ("q8", {}),
+    ("q8", {"group_size": 32}),
 ]  # fmt: skip
 CODECS = [encodings.get(name, parameters) for name, parameters in CASES]
 EACH = [pytest.param(c, id="-".join([c.name, *map(str, p.values())])) for c, (_, p) in zip(CODECS, CASES, strict=True)]
@@ -59,7 +60,7 @@ def any_stored(codec, rows, columns, rng, spread=False):
     for role, array in stored.items():
         if role == "scales" or role == "biases":
             array[...] = scales(array)
-            if codec.name in ("q3", "q4"):
+            if codec.name in ("q3", "q4", "q8"):
                 array |= (rng.integers(0, 2, array.shape) << 15).astype(np.uint16)
     codes = stored["codes"]
     if codec.name == "int8":
@@ -501,7 +502,7 @@ def test_kernels_check_what_they_are_given():
     grid = np.zeros((3, 1), np.uint16)
     with pytest.raises(ValueError, match="codes: columns expected to be 8, found 9"):
         kernels.matmul_affine(x, words, grid, grid, out, 4, 64)
-    with pytest.raises(ValueError, match="bits expected to be 3 or 4, found 5"):
+    with pytest.raises(ValueError, match="bits expected to be 3, 4 or 8, found 5"):
         kernels.matmul_affine(x, words, grid, grid, out, 5, 64)
     with pytest.raises(ValueError, match="x: columns expected to be a multiple of 64, found 96"):
         kernels.matmul_affine(normal(2, 96), words, grid, grid, out, 3, 64)
@@ -538,7 +539,7 @@ def test_nothing_to_do():
 def test_packed_words_may_be_anything():
     """Codes of all ones and of one bit each, in every place of a unit."""
     for codec in CODECS:
-        if codec.name not in ("q3", "q4"):
+        if codec.name not in ("q3", "q4", "q8"):
             continue
         codes = np.zeros((64, 64 * 4), np.uint8)
         codes[np.arange(64), np.arange(64) * 4 % 256] = (1 << codec.bits) - 1

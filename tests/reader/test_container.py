@@ -195,7 +195,7 @@ def test_torch_decodes_to_our_values(container, oracle):
     matrix = container.layers[0].expert(4).down
     codec, codes = container.manifest.codec, matrix.codes.torch()
     scales, biases = (None if v is None else v.torch().to(torch.float32) for v in (matrix.scales, matrix.biases))
-    if codec in ("q3", "q4"):
+    if codec in ("q3", "q4", "q8"):
         stream = codes.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes = (stream.reshape(matrix.rows, matrix.columns, -1).to(torch.int32) << torch.arange(int(codec[1]))).sum(2)
         scales, biases = (v.repeat_interleave(64, 1) for v in (scales, biases))

@@ -276,7 +276,7 @@ def test_stored_tensors(name, parameters, _, rows):
     step = parameters.get("group_size", 1)  # what a row's length must be a multiple of
     for r, c in ((1, step), (128, 256), (160, 192), (37, 21 * step)):
         value = {"R": r, "C": c, "1": 1, "ceil(R/128)": -(-r // 128), "ceil(C/128)": -(-c // 128)}
-        value |= {"C/64": c // 64, "C*3/32": c * 3 // 32, "C*4/32": c * 4 // 32}
+        value |= {"C/64": c // 64, "C*3/32": c * 3 // 32, "C*4/32": c * 4 // 32, "C*8/32": c * 8 // 32}
         stated = [
             (role, suffix.strip("`"), dtype, tuple(value[d.strip()] for d in shape.strip("[]").split(",")), where)
             for role, suffix, dtype, shape, where in rows
@@ -357,7 +357,9 @@ def test_quantization_config(path):
     mine = sorted({words[0] for words, _ in marked(path.read_text(encoding="utf-8"), "tensors")})
     made = {name: encodings.get(name).quantization_config(facts) for name in mine}
     if path.stem == "affine":
-        assert made["q4"] == stated and made["q3"] == stated | {"bits": 3} and '"bits": 3' in text
+        assert made["q4"] == stated
+        assert made["q3"] == stated | {"bits": 3} and '`"bits": 3`' in text
+        assert made["q8"] == stated | {"bits": 8} and '`"bits": 8`' in text
         assert encodings.get("q4", {"group_size": 32}).quantization_config(facts) == stated | {"group_size": 32}
         assert all(set(encodings.registry()[n].config_keys) == {"quantization_config", "quantization"} for n in mine)
     else:

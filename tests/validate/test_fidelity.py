@@ -27,9 +27,10 @@ def libraries(oracle: Callable[[str], ModuleType]) -> None:
 
 
 TEXT, QUESTIONS = TINY / "heldout.txt", TINY / "questions.jsonl"
-BOUNDS = {"bf16": (0.0, 1.0), "int8": (0.002, 0.97), "fp8": (0.02, 0.92), "q4": (0.08, 0.85), "q3": (0.5, 0.6)}
+BOUNDS = {"bf16": (0.0, 1.0), "int8": (0.002, 0.97), "fp8": (0.02, 0.92), "q4": (0.08, 0.85), "q3": (0.5, 0.6),
+          "q8": (0.002, 0.97)}  # fmt: skip
 """Largest KL and least top-1 agreement allowed for a codec; measured values are in the README."""
-NATIVE_BOUNDS = BOUNDS | {"bf16": (0.001, 0.98), "int8": (0.004, 0.95)}
+NATIVE_BOUNDS = BOUNDS | {"bf16": (0.001, 0.98), "int8": (0.004, 0.95), "q8": (0.004, 0.95)}
 """The same for native experts: activations in 8 bits cost int8 about as much again, and vanish beside q4's and q3's."""
 
 
