@@ -342,6 +342,7 @@ SessionOptions.__init__ = lambda self, *a, **k: real(self, *a, **(k | {"host": "
 with hosts.registered(Sums(says=[int(i) for i in sys.argv[3].split(",")])):
     with Session(sys.argv[2], SessionOptions(io="mmap")) as one:
         print(one.conversation().answer([{"role": "user", "content": "?"}], 99).text)
+    assert "pyarrow" not in sys.modules  # which no running model has a use for
     print(command("run", sys.argv[2], "--prompt", "?", "--io", "mmap"))
     print(command("chat", sys.argv[2], "--io", "resident"))
     print(command("verify-logits", sys.argv[2], "--steps", "1"))
