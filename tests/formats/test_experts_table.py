@@ -65,6 +65,12 @@ def test_other_writers(tmp_path, how):
     assert read_experts(tmp_path / "t", 200) == columns(200)
 
 
+def test_tables_without_rows(tmp_path):
+    """Their columns are there."""
+    write_experts(tmp_path / "t", [], ROLES)
+    assert read_experts(tmp_path / "t", 0) == {name: [] for name, _ in columns_for(ROLES)}
+
+
 def test_long_tables(tmp_path):
     """A table as large as the largest models have, with long names: within the bounds."""
     rows = 40_000

@@ -652,6 +652,21 @@ def test_one_sidecar_is_held_at_a_time(tmp_path, monkeypatch):
     assert len(held) == 6 and alive == [0, 0, 0]
 
 
+@pytest.mark.parametrize("row", [0, 3, 6])
+def test_zeros_are_looked_for_in_every_row(monkeypatch, row):
+    """A few rows at a time: one that is not zero is seen wherever it lies, and its scale is its own."""
+    monkeypatch.setattr(checks, "WINDOW", 3 * 5)
+    codec = encodings.get("int8")
+    stored = codec.allocate(7, 5)
+    for array in stored.values():
+        array[...] = 0
+    assert checks._is_zero(codec, stored, 7, 5)
+    weight = np.zeros((7, 5), np.float32)
+    weight[row] = 1
+    codec.encode(weight, "F32", stored)
+    assert not checks._is_zero(codec, stored, 7, 5)
+
+
 def test_the_comparison_is_one_check(container, source):
     """None of the list knows of a source: without one nothing is compared, and nothing counted as compared."""
     assert "experts compared with the source" not in verify(container).counts
