@@ -183,10 +183,11 @@ def _tied(
     Only where every statement of the config says so: which default holds for a model that says nothing is not ours.
     """
     config, text = checkpoint.config, checkpoint.text_config
-    said = {place["tie_word_embeddings"] for place in (config, text) if "tie_word_embeddings" in place}
+    said = [place["tie_word_embeddings"] for place in (config, text) if "tie_word_embeddings" in place]
+    stated = bool(said) and all(value is True for value in said)
     for table, head in TABLES.items():
         tensor = dense.get(f"{table}.weight")
-        if tensor is None or f"{head}.weight" in checkpoint.tensors or said != {True}:
+        if tensor is None or f"{head}.weight" in checkpoint.tensors or not stated:
             continue
         matrix = _matrix(head, tensor, claims)
         reason = "no matrix" if matrix is None else unfit(codec, matrix.rows, matrix.columns)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.convert.machine import disk_space
+from pagestone.convert.matrices import savings
 from pagestone.convert.outcome import Outcome
 from pagestone.convert.plan import CONVERTED, COPIED, DECODED, EXCLUDED, UNKNOWN, Plan
 from pagestone.convert.sources import LayerSource
@@ -36,6 +37,7 @@ def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
              "stride": t.header.layout().stride}
             for t in plan.layers
         ],
+        "dense": dense_table(plan),
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
         "disk_free": disk_space(output),
@@ -48,6 +50,29 @@ def plan_table(plan: Plan, output: Path) -> dict[str, Any]:
             for d in plan.dispositions
         ],
     }  # fmt: skip
+
+
+def dense_table(plan: Plan) -> dict[str, Any]:
+    """What becomes of dense matrices: those that are encoded, or what encoding them would save, in bytes."""
+    encoded = [
+        {"name": m.name, "rows": m.rows, "columns": m.columns, "bytes_in": m.nbytes_in, "bytes_out": record.nbytes,
+         "tied": m.tied, "file": file.name}
+        for file in plan.matrices for m, record in file.records()
+    ]  # fmt: skip
+    left = [t for shard in plan.dense for t in shard.tensors]
+    would_save = {} if encoded else savings(plan.checkpoint, plan.family, left)
+    return {"encoding": plan.dense_identity, "matrices": encoded, "would_save": would_save}
+
+
+def _dense_text(plan: Plan) -> str:
+    table = dense_table(plan)
+    if not table["matrices"]:
+        saved = ", ".join(f"{word} {size_text(nbytes)}" for word, nbytes in table["would_save"].items() if nbytes > 0)
+        return f"dense matrices: kept; --dense would save: {saved or 'nothing, none is large enough'}"
+    before, after = (sum(m[key] for m in table["matrices"]) for key in ("bytes_in", "bytes_out"))
+    tied = "".join(f"; {m['name']} beside its table" for m in table["matrices"] if m["tied"])
+    name = table["encoding"]["codec"]
+    return f"dense matrices: {len(table['matrices'])} in {name}, {size_text(before)} to {size_text(after)}{tied}"
 
 
 def _orientation(source: LayerSource) -> dict[str, bool]:
@@ -80,6 +105,7 @@ def plan_text(plan: Plan, output: Path) -> str:
         lines.append(
             f"{block}: {len(members)} file(s) of {experts} experts, {size_text(stride)} a record, {members[0].name} ..."
         )
+    lines.append(_dense_text(plan))
     for f in plan.side_files:
         lines.append(
             f"side file {f.name}: " + (f"not copied: {f.rule}" if f.rule else f"copied, {size_text(f.nbytes)}")

@@ -25,7 +25,7 @@ Q_PROJ = "model.language_model.layers.3.self_attn.q_proj"
 def containers(tmp_path_factory) -> dict[str, Path]:
     """tiny-moe's experts in bf16, which take no time, with every encoding of dense matrices."""
     root = tmp_path_factory.mktemp("dense")
-    for dense in ("int8", "fp8", "q4"):
+    for dense in ("int8", "fp8", "q8", "q4"):
         run(TINY, root / dense, "bf16", dense=dense)
     return {p.name: p for p in root.iterdir()}
 
@@ -58,7 +58,7 @@ def found(root: Path, **how) -> list[tuple[str, str, str]]:
     return [(f.code, f.file, f.message) for f in report.findings if f.severity == "error"]
 
 
-@pytest.mark.parametrize("dense", ["int8", "fp8", "q4"])
+@pytest.mark.parametrize("dense", ["int8", "fp8", "q8", "q4"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_nothing_wrong(containers, dense, workers):
     """A container as it was made, by itself and against its source."""
