@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 READ_AT_ONCE = 4 << 20
 """Bytes: dense files are read in pieces of this size."""
+BY_ROWS = ("direct", "buffered", ANEW)
+"""Modes of stores beside which tables are read by rows: those that stream. Maps need not, and what is compared with
+streaming has everything in memory."""
 ALIGNMENT = 64
 """Bytes: where a dense tensor begins in memory."""
 
@@ -90,12 +93,14 @@ def load_dense(
     verify: bool = True,
     matrices: Iterable[str] = (),
     tables: Iterable[str] = (),
+    passing: Iterable[str] = (),
 ) -> DenseTensors:
     """The dense tensors called `names`: views of a map (`mmap`), or read past the page cache in one pass a file.
 
     `matrices` are modules whose encoded matrices are wanted, `tables` those of `names` whose rows are read as they are
-    asked for (when mapped, they are views as the others). When read, whole files are compared with their digests in
-    the manifest; `DataError` (E1205) names the one that differs. The mode "anew" reads through the page cache.
+    asked for (when mapped, they are views as the others), `passing` those that have memory of their own, because others
+    are made of them. When read, whole files are compared with their digests in the manifest; `DataError` (E1205) names
+    the one that differs. The mode "anew" reads through the page cache.
     """
     if isinstance(container, MadeContainer):
         return _made(container, names, set(matrices))
@@ -105,7 +110,7 @@ def load_dense(
         file, entry = where[name]
         by_file.setdefault(file, []).append(entry)
     dense = DenseTensors(mode=mode)
-    rows = set(tables)
+    rows, own = set(tables), set(passing)
     for file, entries in sorted(by_file.items()):
         path = container.path / file
         entries.sort(key=lambda e: e.offset)
@@ -115,8 +120,10 @@ def load_dense(
             dense.arrays |= {e.name: whole[e.offset : e.offset + e.nbytes] for e in entries}
             continue
         digests = [RowDigests(e) for e in entries if e.name in rows]
-        whole_ones = [e for e in entries if e.name not in rows]
-        digest, way = _read_tensors(path, whole_ones, digests, dense)
+        for entry in entries:
+            if entry.name in own:
+                dense.arrays[entry.name] = np.frombuffer(private_buffer(entry.nbytes), np.uint8)[: entry.nbytes]
+        digest, way = _read_tensors(path, [e for e in entries if e.name not in rows], digests, dense)
         _compare(container, file, digest, verify)
         _note_mode(dense, way)
         for table in digests:
@@ -160,16 +167,19 @@ def _note_mode(dense: DenseTensors, way: str) -> None:
 def _read_tensors(
     path: Path, entries: list[TensorEntry], tables: list[RowDigests], dense: DenseTensors
 ) -> tuple[bytes, str]:
-    """Read a file from front to back, keeping the tensors wanted; its digest and the mode it was read in."""
-    room = sum(align_up(e.nbytes, ALIGNMENT) for e in entries)
+    """Read a file from front to back, keeping the tensors wanted; its digest and the mode it was read in.
+
+    Those that have no memory yet get it in one piece.
+    """
+    room = sum(align_up(e.nbytes, ALIGNMENT) for e in entries if e.name not in dense.arrays)
     memory = np.frombuffer(private_buffer(max(1, room)), np.uint8)
     targets: list[tuple[TensorEntry, Callable[[int, memoryview], None]]] = []
     position = 0
     for entry in entries:
-        array = memory[position : position + entry.nbytes]
-        dense.arrays[entry.name] = array
-        targets.append((entry, _into(array)))
-        position += align_up(entry.nbytes, ALIGNMENT)
+        if entry.name not in dense.arrays:
+            dense.arrays[entry.name] = memory[position : position + entry.nbytes]
+            position += align_up(entry.nbytes, ALIGNMENT)
+        targets.append((entry, _into(dense.arrays[entry.name])))
     targets += [(table.entry, lambda _, piece, table=table: table.feed(piece)) for table in tables]  # type: ignore[misc]
     file, hasher = DirectFile(path, direct=dense.mode != ANEW), Hasher()
     try:
@@ -344,6 +354,12 @@ def decoded(dense: DenseTensors, codes: DenseCodes) -> torch.Tensor:
             code="E1228", tensor=codes.names[CODES], remedy="convert the checkpoint again from a sound source",
         ) from None  # fmt: skip
     return torch.from_numpy(claim.encoding.values(stored, claim.rows, claim.columns)).to(torch.bfloat16)
+
+
+def bytes_of_tensor(dense: DenseTensors, name: str) -> Array:
+    """uint8: a plain tensor's bytes, also of a table that is there by rows."""
+    table = dense.tables.get(name)
+    return dense.arrays[name] if table is None else table.read(np.arange(table.entry.shape[0])).reshape(-1)
 
 
 def dense_tensor(array: Array, entry: TensorEntry) -> torch.Tensor:

@@ -19,17 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pagestone.formats.digests import digest
-from pagestone.formats.dtypes import Array, to_f32
+from pagestone.formats.dtypes import to_f32
 from pagestone.formats.errors import DataError, NonFiniteError, RequestError
 from pagestone.reader import transformers_inside as inside
 from pagestone.reader.container import Expert, Matrix
 from pagestone.reader.leases import Lease
 from pagestone.reader.model import NATIVE, Context, bytes_of
+from pagestone.reader.multiply import is_plain, multiply, rounded
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -60,15 +60,15 @@ class ReferenceProducts:
         self._alternating = alternating
 
     def gate_up(self, rows: Tensor, expert: Expert) -> Tensor:
-        if not self._alternating and _is_plain(expert.gate_up, rows.dtype):
-            return nn.functional.linear(rows, _rounded(expert.gate_up, rows.dtype))
-        gate, up = (_rounded(m, rows.dtype) for m in (expert.gate, expert.up))
+        if not self._alternating and is_plain(expert.gate_up, rows.dtype):
+            return nn.functional.linear(rows, rounded(expert.gate_up, rows.dtype))
+        gate, up = (rounded(m, rows.dtype) for m in (expert.gate, expert.up))
         if self._alternating:
             return rows @ torch.stack([gate, up], dim=1).reshape(-1, gate.shape[1]).t().contiguous()
         return nn.functional.linear(rows, torch.cat([gate, up]))
 
     def down(self, rows: Tensor, expert: Expert) -> Tensor:
-        down = _rounded(expert.down, rows.dtype)
+        down = rounded(expert.down, rows.dtype)
         return rows @ down.t().contiguous() if self._alternating else nn.functional.linear(rows, down)
 
 
@@ -87,51 +87,12 @@ class NativeProducts:
         return self._multiply(rows, expert.down)
 
     def _multiply(self, rows: Tensor, matrix: Matrix) -> Tensor:
-        out = torch.empty(len(rows), matrix.rows, dtype=rows.dtype, device=rows.device)
-        threads = self._context.threads or torch.get_num_threads()
-        matrix.multiply(_bits(rows.contiguous()), out=_bits(out), threads=threads)
-        return out
+        return multiply(rows, matrix, self._context.threads or torch.get_num_threads())
 
 
 def products(context: Context, alternating: bool) -> Products:
     """The products the context asks for."""
     return NativeProducts(context, alternating) if context.experts == NATIVE else ReferenceProducts(alternating)
-
-
-def _bits(tensor: Tensor) -> Array:
-    """The same memory for a product: uint16 for bfloat16, float16 as it is. `RequestError` for other types."""
-    require_native(tensor.dtype)
-    tensor = tensor.detach()
-    if tensor.dtype == torch.float16:
-        half: Array = tensor.numpy()
-        return half
-    bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
-    return bits
-
-
-def require_native(dtype: torch.dtype) -> None:
-    """Refuse (E1229) what native products do not multiply."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise RequestError(
-            f"a model in bfloat16 or float16 expected by native experts, found {str(dtype).removeprefix('torch.')}",
-            code="E1229",
-            remedy="use --experts reference",
-        )
-
-
-def _is_plain(matrix: Matrix, dtype: torch.dtype) -> bool:
-    """Whether the codes are the weights, in the model's own dtype (bf16 containers)."""
-    return matrix.codes.dtype == "BF16" and matrix.scales is None and dtype == torch.bfloat16
-
-
-def _rounded(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in the model's dtype: decoded in float32 into a new array, rounded once.
-
-    Codes that are the weights are taken where they lie: decoding and rounding would give the same bits.
-    """
-    if _is_plain(matrix, dtype):
-        return matrix.codes.torch()
-    return torch.from_numpy(matrix.decode()).to(dtype)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

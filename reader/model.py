@@ -74,11 +74,15 @@ class Observer(Protocol):
 class Context:
     """What the layers of one model share: store, products, device, observer, and a way to stop between layers.
 
-    `experts` is one of `PRODUCTS`, `device` one of `DEVICES`.
+    `experts` is one of `PRODUCTS`, and so is `linears`, for dense matrices in an encoding (by default as experts);
+    `device` is one of `DEVICES`.
     """
 
-    def __init__(self, store: ExpertStore, experts: str = NATIVE, device: str = CPU) -> None:
+    def __init__(
+        self, store: ExpertStore, experts: str = NATIVE, device: str = CPU, linears: str | None = None
+    ) -> None:
         self.store, self.experts, self.device = store, experts, device
+        self.linears = experts if linears is None else linears
         self.threads: int | None = None
         """Threads of a native product; None: as many as torch uses. They change no bit."""
         self.tokens: int | None = None
@@ -136,6 +140,11 @@ def experts_for(codec: str, asked: str) -> str:
     return asked
 
 
+def linears_for(asked: str) -> str:
+    """One of `PRODUCTS`, for dense matrices in an encoding: `asked`, or for "auto" native, which decodes nothing."""
+    return NATIVE if asked == AUTO else asked
+
+
 def check_experts(word: str) -> None:
     """Refuse (E1244) what is none of `PRODUCTS`."""
     if word not in PRODUCTS:
@@ -185,7 +194,7 @@ class Loading:
 
     `experts` is one of `PRODUCTS`; `attention` a name the host knows, None for its own choice; `verify` compares dense
     tensors with their digests; `context` is how many tokens the state has room for from the beginning, None to let it
-    grow.
+    grow; `linears` is how dense matrices in an encoding are multiplied, None as `experts`.
     """
 
     experts: str = NATIVE
@@ -193,7 +202,9 @@ class Loading:
     attention: str | None = None
     verify: bool = True
     context: int | None = None
+    linears: str | None = None
 
     def __post_init__(self) -> None:
         check_experts(self.experts)
+        check_experts(self.experts if self.linears is None else self.linears)
         check_device(self.device)

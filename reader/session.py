@@ -25,7 +25,8 @@ from pagestone.reader.budget import MOST_BYTES, default_budget, largest_record, 
 from pagestone.reader.cache import check_budget
 from pagestone.reader.chat import Conversation
 from pagestone.reader.container import Container, Opener, open_to_run
-from pagestone.reader.dense import dense_entries
+from pagestone.reader.dense import DenseTensors
+from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.errors import Closing
 from pagestone.reader.footprint import MEASURED, Footprint
 from pagestone.reader.memory import available_memory, process_memory
@@ -40,7 +41,17 @@ from pagestone.reader.memory_plan import (
     tokenizer_line,
     trim,
 )
-from pagestone.reader.model import AUTO, CPU, NATIVE, Loading, Model, check_device, check_runnable, experts_for
+from pagestone.reader.model import (
+    AUTO,
+    CPU,
+    NATIVE,
+    Loading,
+    Model,
+    check_device,
+    check_runnable,
+    experts_for,
+    linears_for,
+)
 from pagestone.reader.sampling import Sampling, choose_sampling
 from pagestone.reader.store import MODES, ExpertStore, StoreOptions, open_store
 from pagestone.reader.text import Tokenizer, end_tokens, open_tokenizer
@@ -123,7 +134,10 @@ class Session(Closing):
         self._host.require()
         self.container: Container = opener(path)
         codec = self.container.manifest.codec
-        self.loading = Loading(experts_for(codec, self.options.experts), self.options.device, self.options.attention)
+        self.loading = Loading(
+            experts_for(codec, self.options.experts), self.options.device, self.options.attention,
+            linears=linears_for(self.options.experts),
+        )  # fmt: skip
         check_runnable(self.container)
         if self.options.budget is not None:
             check_budget(self.options.budget, largest_record(self.container))
@@ -244,7 +258,7 @@ class Session(Closing):
                 self._note(text)
             room = self.plan.cache_bytes if io == "direct" else None
         if io == "direct" and room is None:
-            room = default_budget(container, sum(e.nbytes for _, e in dense_entries(container).values()) + sums)
+            room = default_budget(container, dense_costs(container).resident + sums)
         store, notes = self.open_store(io, room, self._note)
         model = self.model_over(store)
         for text in (self._how(store, room), *notes, *model.notes, *self._costs(sums)):

@@ -71,6 +71,13 @@ def tied(model: Any) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
+def untie(model: Any, names: Iterable[str]) -> None:
+    """Let tensors that the model does not have any more be tied to nothing."""
+    gone = set(names)
+    for pair in [pair for pair in tied(model).items() if gone.intersection(pair)]:
+        del model.all_tied_weights_keys[pair[0]]
+
+
 def tie(model: Any, missing: set[str]) -> None:
     """Give tied tensors that were not loaded their values."""
     model.tie_weights(missing_keys=missing, recompute_mapping=False)

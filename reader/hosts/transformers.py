@@ -19,7 +19,18 @@ from pagestone.formats.strict_json import brief
 from pagestone.reader import transformers_inside as inside
 from pagestone.reader.configs import require_family, understood, vocabulary_of
 from pagestone.reader.container import Container, Layer
-from pagestone.reader.dense import DenseTensors, decoded, dense_codes, dense_entries, dense_tensor, load_dense
+from pagestone.reader.dense import (
+    BY_ROWS,
+    DenseTensors,
+    bytes_of_tensor,
+    decoded,
+    dense_entries,
+    dense_tensor,
+    encoded_matrices,
+    load_dense,
+)
+from pagestone.reader.dense_costs import DenseUse
+from pagestone.reader.dense_modules import Places, find_places, put_modules, stored_type
 from pagestone.reader.errors import Closing
 from pagestone.reader.files import ANEW
 from pagestone.reader.footprint import RECURRENT_LAYERS, Footprint
@@ -35,6 +46,7 @@ from pagestone.reader.model import (
     Loading,
     check_runnable,
 )
+from pagestone.reader.rows import RowTable
 from pagestone.reader.store import ExpertStore
 
 if TYPE_CHECKING:
@@ -105,6 +117,10 @@ class TransformersModel:
     ignored: list[str] = field(default_factory=list)
     """Dense tensors of the container that this model does not use (vision tower, MTP block)."""
     notes: list[str] = field(default_factory=list)
+    tables: list[RowTable] = field(default_factory=list, repr=False)
+    """Tables that are read by rows."""
+    encoded: bool = False
+    """Whether dense matrices are in an encoding."""
 
     @property
     def vocabulary(self) -> int:
@@ -160,12 +176,14 @@ class TransformersModel:
             "model": {
                 "host": HOST.name, "class": type(self.model).__name__,
                 "dtype": str(self.dtype).removeprefix("torch."), "attention": self.attention,
-            },
+            } | ({"linears": self.context.linears} if self.encoded else {}),
         }  # fmt: skip
 
     def close(self) -> None:
-        """Let the store's threads and memory go."""
+        """Let the store's threads and memory go, and the files of tables."""
         self.context.store.close()
+        for table in self.tables:
+            table.close()
 
 
 class _Transformers:
@@ -193,7 +211,7 @@ class _Transformers:
         attention = PACKED if how.attention is None else how.attention
         return load(
             container, store, attention=attention, dense=dense, verify=how.verify, experts=how.experts,
-            device=how.device, tokens=how.context,
+            device=how.device, tokens=how.context, linears=how.linears,
         )  # fmt: skip
 
 
@@ -210,33 +228,38 @@ def load(
     experts: str = NATIVE,
     device: str = CPU,
     tokens: int | None = None,
+    linears: str | None = None,
 ) -> TransformersModel:
     """The container's model with its experts coming from `store`.
 
     Dense tensors are mapped if the store maps, else read; `dense` gives them instead. `attention` is our packed
-    function or any name transformers knows; for `experts`, `device` and `tokens` (its context) see `Loading`. Raises
-    `RequestError` for containers that cannot run (E122x).
+    function or any name transformers knows; for `experts`, `device`, `tokens` (its context) and `linears` see
+    `Loading`. Raises `RequestError` for containers that cannot run (E122x, E1256).
     """
     HOST.require()
     check_runnable(container)
-    Loading(experts, device)
-    from pagestone.reader.experts import require_native
+    Loading(experts, device, linears=linears)
+    from pagestone.reader.multiply import require_native
 
     quiet()
     register_attention()
     model, text_config, dtype, attention = _empty_model(container, attention)
     if experts == NATIVE:
         require_native(dtype)
-    context = Context(store, experts, device)
+    context = Context(store, experts, device, linears)
     context.tokens = tokens
     replaced = _replace_experts(model, container, context)
     host = TransformersModel(model, context, text_config, dtype, attention)
     expected = {name for name in model.state_dict() if not name.startswith(replaced)}
-    state, dense = _dense_state(host, container, expected, dense, verify)
-    _check_whole(model, expected - state.keys(), container.path)
-    _assign(model, state, container.path)
-    inside.tie(model, expected - state.keys())
-    _rebuild_buffers(model, dtype, device)
+    places, dense = _dense(host, container, expected, dense, verify)
+    host.tables, host.encoded = [*dense.tables.values()], bool(dense.matrices)
+    try:
+        _fill(host, container, expected, places, dense)
+        _rebuild_buffers(model, dtype, device)
+    except BaseException:
+        for table in host.tables:
+            table.close()
+        raise
     model.eval()
     if dense.mode == "buffered":
         host.notes.append("the file system refuses O_DIRECT: dense tensors were read through the page cache")
@@ -244,33 +267,55 @@ def load(
     return host
 
 
-def _dense_state(
+def dense_use(container: Container) -> DenseUse:
+    """What the container's model does with its dense tensors; an empty model is made to know it."""
+    model, _, dtype, _ = _empty_model(container, PACKED)
+    replaced = tuple(f"{name}." for name in _experts_modules(model, container).values())
+    expected = {name for name in model.state_dict() if not name.startswith(replaced)}
+    entries = {name: entry for name, (_, entry) in dense_entries(container).items()}
+    places = find_places(model, expected, entries, encoded_matrices(container), container.path)
+    return places.use(entries, _targets(model, dtype))
+
+
+def _dense(
     host: TransformersModel, container: Container, expected: set[str], dense: DenseTensors | None, verify: bool
-) -> tuple[dict[str, torch.Tensor], DenseTensors]:
-    """Dense tensors in the types they run in, by the model's names; and the bytes they were made of.
+) -> tuple[Places, DenseTensors]:
+    """Where the dense tensors go, and they themselves: those given, or what the model uses of the container's."""
+    model, mode = host.model, host.context.store.mode
+    if dense is not None:
+        return find_places(model, expected, dense.entries, dense.matrices, container.path), dense
+    entries = {name: entry for name, (_, entry) in dense_entries(container).items()}
+    places = find_places(model, expected, entries, encoded_matrices(container), container.path)
+    use = places.use(entries, _targets(model, host.dtype))
+    return places, load_dense(
+        container, use.names, mode if mode in ("mmap", ANEW) else "direct", verify=verify, matrices=use.matrices,
+        tables=use.tables if mode in BY_ROWS else (), passing=use.made,
+    )  # fmt: skip
+
+
+def _fill(
+    host: TransformersModel, container: Container, expected: set[str], places: Places, dense: DenseTensors
+) -> None:
+    """Give an empty model its dense tensors, in the types they run in, and modules of ours where it needs them.
 
     What is cast, and what the model has no use for, is noted in `host`.
     """
-    model, store = host.model, host.context.store
-    entries = dense.entries if dense is not None else {n: e for n, (_, e) in dense_entries(container).items()}
-    names = inside.renamed(model, entries)
-    used = {theirs: ours for theirs, ours in names.items() if ours in expected}
-    codes = dense_codes(used, entries, container.path)
-    belonging = {name for matrix in codes.values() for name in matrix.names.values()}
-    if dense is None:
-        mode = store.mode if store.mode in ("mmap", ANEW) else "direct"
-        dense = load_dense(container, {*used, *belonging}, mode, verify=verify)
-    host.ignored = sorted(names.keys() - used.keys() - belonging)
-    state = {}
-    targets = _targets(model, host.dtype)
-    for theirs, ours in sorted(used.items()):
-        entry, target = dense.entries[theirs], targets[ours]
-        coded = theirs in codes
-        tensor = decoded(dense, codes[theirs]) if coded else dense_tensor(dense.arrays[theirs], entry)
-        if coded or tensor.dtype != target:
+    model, root = host.model, container.path
+    host.ignored = places.ignored
+    state, targets = {}, _targets(model, host.dtype)
+    for theirs, ours in sorted(places.tensors.items()):
+        entry, target, coded = dense.entries[theirs], targets[ours], theirs in places.codes
+        if coded or stored_type(entry) != target:
             host.casts.append(Cast(ours, entry.dtype, str(target).removeprefix("torch.")))
+        if theirs == places.table and theirs in dense.tables:
+            continue
+        tensor = decoded(dense, places.codes[theirs]) if coded else dense_tensor(bytes_of_tensor(dense, theirs), entry)
         state[ours] = tensor.to(host.context.device, target)
-    return state, dense
+    put_modules(model, places, dense, host.context, targets, root)
+    missing = (expected & model.state_dict().keys()) - state.keys()
+    _check_whole(model, missing, root)
+    _assign(model, state, root)
+    inside.tie(model, missing)
 
 
 def _check_whole(model: Any, missing: set[str], root: Path) -> None:

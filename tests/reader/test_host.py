@@ -201,6 +201,17 @@ def built(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return one
 
 
+def tables_of(model: Any) -> dict[str, Any]:
+    """What is read by rows, whole, under the names of its weights."""
+    from pagestone.reader.linears import RowEmbedding
+
+    return {
+        f"{name}.weight": module(torch.arange(module.num_embeddings))
+        for name, module in model.named_modules()
+        if isinstance(module, RowEmbedding)
+    }
+
+
 def known(name: str) -> Any:
     """A parameter, skipped where the family is not there."""
     there = name in families()
@@ -211,6 +222,8 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
     """Every tensor but the experts', stored or computed, has the type and the bits it has in transformers."""
     for kind in ("state_dict", "named_buffers"):
         mine, wanted = dict(getattr(ours, kind)()), dict(getattr(theirs, kind)())
+        if kind == "state_dict":
+            mine |= tables_of(ours)
         assert mine.keys() == {n for n in wanted if ".experts." not in n}
         for name, tensor in mine.items():
             assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), (kind, name)
@@ -275,6 +288,9 @@ def test_nothing_is_left_on_meta_and_only_experts_are_replaced(workshop: Worksho
     """Parameters but the experts', and buffers, are those of transformers, by name and by bits."""
     loaded = model(workshop.container("int8"))
     ours, theirs = dict(loaded.model.named_parameters()), dict(plain.model.named_parameters())
+    tables = tables_of(loaded.model)
+    assert tables.keys() == {"model.embed_tokens.weight"} and not tables.keys() & ours.keys()
+    ours |= tables
     experts = {n for n in theirs if ".mlp.experts." in n}
     assert ours.keys() == theirs.keys() - experts and len(experts) == 8
     for name, tensor in ours.items():
@@ -355,7 +371,7 @@ def test_what_a_model_lists_for_float32_is_widened(
     source = built("deepseek_v3")
     loaded, reference = model(workshop.container("bf16", source)), host.plain_model(source)
     assert_same_state(loaded.model, reference.model)
-    wide = {n for n, t in loaded.model.state_dict().items() if t.dtype == torch.float32}
+    wide = {n for n, t in (loaded.model.state_dict() | tables_of(loaded.model)).items() if t.dtype == torch.float32}
     assert {"model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"} <= wide
     assert "model.norm.weight" not in wide and "model.layers.1.post_attention_layernorm.weight" not in wide
     assert {c.name for c in loaded.casts} >= {"model.embed_tokens.weight"}
@@ -466,11 +482,15 @@ def test_tied_heads(built: Any, tmp_path: Path, tied: bool, head: str) -> None:
         with pytest.raises(DataError, match=r"lm_head\.weight.*E1224"):
             model(tmp_path / "out")
         return
-    loaded = model(tmp_path / "out")
-    same = loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
-    assert same == (tied and head != "other")
-    assert equal(logits_of(host.plain_model(source), sequence(9, 40), 2), logits_of(loaded, sequence(9, 40), 2))
-    loaded.close()
+    reference = logits_of(host.plain_model(source), sequence(9, 40), 2)
+    for io in ("direct", "mmap"):
+        loaded = model(tmp_path / "out", io)
+        assert bool(loaded.tables) == (io == "direct" and head != "absent"), "a table that the head is, too, is whole"
+        if not loaded.tables:
+            same = loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
+            assert same == (tied and head != "other")
+        assert equal(reference, logits_of(loaded, sequence(9, 40), 2)), io
+        loaded.close()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
