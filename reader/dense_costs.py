@@ -84,7 +84,7 @@ def dense_costs(container: Container, use: DenseUse | None = None, mode: str = "
     matrices = [p for name, p in encoded_matrices(container).items() if name in use.matrices]
     records = sum(p.record.nbytes for p in matrices)
     decoded = max((2 * p.record.rows * p.record.columns for p in matrices), default=0)
-    made = sum(use.made.values())
+    made = sum(align_up(n, ALIGNMENT) for n in use.made.values())
     if mode == "mmap":
         kept = sum(e.nbytes for e in entries.values())
         return DenseCosts(made, 0, 0, 0, 0, decoded, kept + records)
