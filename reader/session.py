@@ -25,7 +25,6 @@ from pagestone.reader.budget import MOST_BYTES, default_budget, largest_record, 
 from pagestone.reader.cache import check_budget
 from pagestone.reader.chat import Conversation
 from pagestone.reader.container import Container, Opener, open_to_run
-from pagestone.reader.dense import DenseTensors
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.errors import Closing
 from pagestone.reader.footprint import MEASURED, Footprint
