@@ -18,7 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +98,50 @@ def python(tree: str, code: str, *arguments: str) -> str:
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def measured(command: list[str], **environment: str) -> tuple[bytes, float, float, float]:
-    """(stdout, wall seconds, CPU seconds, peak MiB) of a process that must succeed, with this added to its environment.
+@dataclass(frozen=True)
+class Ended:
+    """A process that ended: what it printed and complained of, wall and CPU seconds, peak MiB.
 
     Memory and CPU are its own, not those of all that ran before, as `getrusage` would add them up.
     """
+
+    out: bytes
+    complaint: str
+    code: int
+    wall: float
+    cpu: float
+    peak: float
+
+
+def ended(
+    command: list[str], environment: Mapping[str, str], within: Callable[[], None] | None = None, limit: float = 7200
+) -> Ended:
+    """Run a process with this added to its environment; `within` is called in it first; it has `limit` seconds."""
     begun = time.perf_counter()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaint:
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=out, stderr=complaint)
-        _, status, usage = os.wait4(process.pid, 0)
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=out, stderr=complaint, preexec_fn=within
+        )
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        finally:
+            timer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.perf_counter() - begun
         for file in (out, complaint):
             file.seek(0)
-        if process.returncode:
-            raise SystemExit(f"{command[:4]} failed: {complaint.read().decode(errors='replace')[-800:]}")
-        return out.read(), wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+        said, code = complaint.read().decode(errors="replace"), process.returncode
+        return Ended(out.read(), said, code, wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+
+
+def measured(command: list[str], **environment: str) -> tuple[bytes, float, float, float]:
+    """(stdout, wall seconds, CPU seconds, peak MiB) of a process that must succeed, see `ended`."""
+    found = ended(command, environment)
+    if found.code:
+        raise SystemExit(f"{command[:4]} failed: {found.complaint[-800:]}")
+    return found.out, found.wall, found.cpu, found.peak
 
 
 def machine(tree: str) -> dict[str, Any]:
