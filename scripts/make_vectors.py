@@ -25,10 +25,19 @@ import numpy as np
 from pagestone.convert.plan import Request, make_plan
 from pagestone.convert.prepare import prepare
 from pagestone.formats import encodings
+from pagestone.formats.dense_matrices import KEEP, DenseEncoding, read_matrices
 from pagestone.formats.digests import canonical_json, container_id, digest, layer_digest
 from pagestone.formats.dtypes import VIEWS, f32_to_bf16, to_f32
 from pagestone.formats.layout import PARTS, record_layout
-from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, NOT_IN_ID, RECORDS, read_experts, write_experts
+from pagestone.formats.manifest import (
+    EXPERTS_TABLE,
+    MANIFEST,
+    NOT_IN_ID,
+    RECORDS,
+    read_experts,
+    read_manifest,
+    write_experts,
+)
 from pagestone.formats.safetensors_header import build_header
 from pagestone.reader.container import Container, Layer, open_container
 
@@ -236,6 +245,44 @@ def q8_small(root: Path) -> None:
     write_source(root, qwen3_moe(1, 2), tensors, "BF16")
 
 
+def with_dense(root: Path, seed: int, *, tie: bool = False, fp8: bool = False) -> None:
+    """One small expert, and dense matrices: some to be encoded, some of too few rows or too small."""
+    layer, hidden = "model.layers.0", 64
+    tensors: dict[str, Any] = {
+        "model.embed_tokens.weight": numbers(seed, 129, hidden),
+        "model.norm.weight": numbers(seed + 1, hidden),
+        f"{layer}.self_attn.q_proj.weight": numbers(seed + 2, 130, hidden),
+        f"{layer}.self_attn.k_proj.weight": numbers(seed + 3, 127, hidden),
+        f"{layer}.self_attn.v_proj.weight": numbers(seed + 4, 10, hidden),
+        f"{layer}.mlp.gate.weight": numbers(seed + 5, 1, hidden),
+        **split_names(f"{layer}.mlp.experts", 1, hidden, 32, seed + 6),
+    }
+    tensors[f"{layer}.self_attn.q_proj.weight"][3] = 0
+    config = qwen3_moe(1, 1) | ({"tie_word_embeddings": True} if tie else {})
+    if fp8:
+        codes = np.array([c for c in range(256) if c & 127 != 127], np.uint8)
+        for name in [n for n in tensors if n.endswith("q_proj.weight") or ".experts." in n]:
+            rows, columns = tensors[name].shape
+            grid = (-(-rows // 128), -(-columns // 128))
+            tensors[name] = ("F8_E4M3", np.resize(codes, (rows, columns)))
+            tensors[f"{name}_scale_inv"] = ("BF16", np.full(grid, 0.5, np.float32))
+        scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        config |= {"quantization_config": scheme | {"weight_block_size": [128, 128]}}
+    write_source(root, config, tensors, "BF16")
+
+
+def dense_int8(root: Path) -> None:
+    with_dense(root, 1000, tie=True)
+
+
+def dense_fp8(root: Path) -> None:
+    with_dense(root, 1100, fp8=True)
+
+
+def dense_affine(root: Path) -> None:
+    with_dense(root, 1200)
+
+
 @dataclass(frozen=True)
 class Accepted:
     """A container to be accepted: how its source is made, and how it is converted."""
@@ -244,6 +291,7 @@ class Accepted:
     codec: str
     layers: tuple[int, int] | None = None
     parameters: Mapping[str, int | str] = field(default_factory=dict)
+    dense: str = KEEP
 
 
 ACCEPT = {
@@ -260,6 +308,10 @@ ACCEPT = {
     "q4-groups": Accepted(q4_groups, "q4", parameters={"group_size": 32}),
     "q4-partial": Accepted(q4_partial, "q4", (0, 1)),
     "q8-small": Accepted(q8_small, "q8"),
+    "dense-int8": Accepted(dense_int8, "bf16", dense="int8"),
+    "dense-fp8": Accepted(dense_fp8, "fp8", dense="fp8"),
+    "dense-q8": Accepted(dense_affine, "int8", dense="q8"),
+    "dense-q4": Accepted(dense_affine, "q4", parameters={"group_size": 32}, dense="q4"),
 }
 
 
@@ -267,7 +319,7 @@ def make_accept(name: str, work: Path, committed: Path) -> Path:
     """The container `name` below `work`; the committed experts.parquet is used where it holds the same table."""
     accepted, source, output = ACCEPT[name], work / "source" / name, work / name
     accepted.source(source)
-    request = Request(source, encodings.get(accepted.codec, accepted.parameters), accepted.layers)
+    request = Request(source, encodings.get(accepted.codec, accepted.parameters), accepted.layers, dense=accepted.dense)
     prepare(make_plan(request), output, workers=1)
     if name == "fp8-scales":
         with_f32_scales(output)
@@ -350,7 +402,9 @@ def sign(root: Path, table: dict[str, Any]) -> None:
     files = {n: bytes.fromhex(f["xxh3_128"]) for n, f in table["files"].items() if n not in NOT_IN_ID}
     codec = table["codec"]
     version = table["pagestone"]["spec_version"]
-    table["container_id"] = container_id(files, codec["name"], codec["parameters"], version).hex()
+    dense = table.get("dense")
+    identity = None if dense is None else {key: dense[key] for key in ("codec", "parameters")}
+    table["container_id"] = container_id(files, codec["name"], codec["parameters"], version, identity).hex()
     table.pop("digest", None)
     table["digest"] = digest(canonical_json(table)).hex()
     (root / MANIFEST).write_bytes(canonical_json(table))
@@ -372,7 +426,36 @@ def twin(container: Container, what: str) -> dict[str, Any]:
         "partial": manifest.partial and list(manifest.partial),
         "files": sorted(manifest.files),
         "layers": [twin_of_layer(layer) for layer in layers],
+    } | ({} if manifest.dense is None else {"dense": twin_of_dense(container.path, manifest.dense)})
+
+
+def twin_of_values(decoded: Any) -> dict[str, Any]:
+    """A decoded matrix: its digest, its first four values and its last."""
+    bits = np.ascontiguousarray(decoded, "<f4").view(np.uint32).reshape(-1)
+    return {
+        "decoded_xxh3_128": digest(bits.tobytes()).hex(),
+        "first_f32": [f"{value:08x}" for value in bits[:4].tolist()],
+        "last_f32": f"{int(bits[-1]):08x}",
     }
+
+
+def twin_of_dense(root: Path, dense: DenseEncoding) -> dict[str, Any]:
+    """Encoded dense matrices: where their records lie, and what they stand for."""
+    found = []
+    for placed in (p for file in dense.files for p in read_matrices(root / file, dense, file)):
+        m, raw = placed.matrix, (root / placed.matrix.file).read_bytes()
+        arrays = {
+            s.role: np.frombuffer(raw[placed.offset + s.offset :][: s.nbytes], VIEWS[s.dtype]).reshape(s.shape)
+            for s in placed.record.stored
+        }
+        found.append({
+            "name": m.name, "file": m.file, "rows": m.rows, "columns": m.columns, "offset": placed.offset,
+            "bytes": placed.record.nbytes,
+            "record": [{"name": s.suffix, "dtype": s.dtype, "shape": list(s.shape), "offset": s.offset,
+                        "bytes": s.nbytes} for s in placed.record.slots],
+            **twin_of_values(dense.encoding.values(arrays, m.rows, m.columns)),
+        })  # fmt: skip
+    return {"codec": dense.codec, "parameters": dict(dense.parameters), "matrices": found}
 
 
 def twin_of_layer(layer: Layer) -> dict[str, Any]:
@@ -383,12 +466,7 @@ def twin_of_layer(layer: Layer) -> dict[str, Any]:
         values: dict[str, Any] = {"record_xxh3_128": digest(expert.record.tobytes()).hex()}
         for part in PARTS:
             matrix = getattr(expert, part)
-            decoded = np.ascontiguousarray(matrix.decode(), "<f4")
-            values[part] = {
-                "decoded_xxh3_128": digest(decoded.tobytes()).hex(),
-                "first_f32": [f"{bits:08x}" for bits in decoded.view(np.uint32).reshape(-1)[:4].tolist()],
-                "last_f32": f"{int(decoded.view(np.uint32).reshape(-1)[-1]):08x}",
-            }
+            values[part] = twin_of_values(matrix.decode())
             if matrix.bias is not None:
                 bias = np.ascontiguousarray(to_f32(matrix.bias.array, matrix.bias.dtype), "<f4")
                 values[part]["bias_xxh3_128"] = digest(bias.tobytes()).hex()
@@ -424,6 +502,10 @@ WHAT = {
     "q3-small": "q3 of a BF16 source, groups of 64: zeros, one value, subnormals, an outlier, one sign, large numbers",
     "q4-groups": "q4 of an F32 source, groups of 32 where 64 does not divide H and I",
     "q8-small": "q8 of a BF16 source, groups of 64: what q3-small has, in 8 bits",
+    "dense-int8": "bf16 experts, dense matrices in int8: a head tied to its table, row sums in the record",
+    "dense-fp8": "fp8 of an FP8 source, a dense matrix passed through in fp8: no head, so transformers may load it",
+    "dense-q8": "int8 experts, a dense matrix in q8; matrices of too few rows, or below a page, that stay",
+    "dense-q4": "q4 experts in groups of 32, a dense matrix in q4 in groups of 64",
     "q4-partial": "q4 of an F16 source, groups of 64, nested names and config, only layer 0 of 2 (partial)",
 }
 
@@ -448,6 +530,7 @@ class Rejected:
     keep_records: bool = False
 
 
+MATRICES, D = "matrices-00001-of-00001.safetensors", "dense-int8"
 SMALL, SIDE = "layers-01.safetensors", "layers-01.rowsum.safetensors"
 EDGE = "layers-00.safetensors"
 
@@ -512,12 +595,69 @@ def stored(file: str, expert: int, part: str, role: str, index: int, value: Any)
     return change
 
 
+def matrix(name: str, role: str, index: int, value: Any) -> Callable[[Path], None]:
+    """Put one element of a stored tensor, or of a pad, of an encoded dense matrix."""
+
+    def change(root: Path) -> None:
+        dense = read_manifest(root / MANIFEST).dense
+        assert dense is not None
+        placed = next(p for p in read_matrices(root / MATRICES, dense, MATRICES) if p.matrix.name == name)
+        slot = next(s for s in placed.record.slots if s.role == role)
+        kind = VIEWS[slot.dtype]
+        at = placed.offset + slot.offset + index * kind.itemsize
+        raw = bytearray((root / MATRICES).read_bytes())
+        raw[at : at + kind.itemsize] = np.array(value).astype(kind).tobytes()
+        (root / MATRICES).write_bytes(raw)
+
+    return change
+
+
+def of_dense(**changes: Any) -> Callable[[Path], None]:
+    """Change the manifest's field `dense`, or with a number of a matrix that one's: `of_dense(number=0, rows=1)`."""
+    number = changes.pop("number", None)
+
+    def edit(table: dict[str, Any]) -> None:
+        (table["dense"] if number is None else table["dense"]["matrices"][number]).update(changes)
+
+    return manifest(edit)
+
+
 def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
     def change(root: Path) -> None:
         for one in changes:
             one(root)
 
     return change
+
+
+def without_dense(root: Path) -> None:
+    """A manifest signed as if it had no encoded dense matrices; they are in it all the same."""
+    table = json.loads((root / MANIFEST).read_bytes())
+    bare = {key: value for key, value in table.items() if key != "dense"}
+    sign(root, bare)
+    table["container_id"] = bare["container_id"]
+    del table["digest"]
+    table["digest"] = digest(canonical_json(table)).hex()
+    (root / MANIFEST).write_bytes(canonical_json(table))
+
+
+def dense_minus_128(root: Path) -> None:
+    """A code of -128 in a dense matrix with the row sum that belongs to it."""
+    dense = read_manifest(root / MANIFEST).dense
+    assert dense is not None
+    placed = read_matrices(root / MATRICES, dense, MATRICES)[0]
+    raw = (root / MATRICES).read_bytes()
+    (code,) = np.frombuffer(raw, np.int8, 1, placed.offset)
+    (total,) = np.frombuffer(raw, "<i4", 1, placed.offset + placed.record.slot("row_sums").offset)
+    matrix("lm_head", "codes", 0, -128)(root)
+    matrix("lm_head", "row_sums", 0, int(total) - 128 - int(code))(root)
+
+
+def loadable(root: Path) -> None:
+    """A config.json that does not say who alone may load the container."""
+    config = json.loads((root / CONFIG).read_bytes())
+    del config["quantization_config"]
+    (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def minus_128(root: Path) -> None:
@@ -717,6 +857,48 @@ REJECT: dict[str, Rejected] = {
     "sidecar-further-key": Rejected(S, "a sidecar with a metadata key of another program",
                                     header(SIDE, lambda t: t["__metadata__"].update(producer="other")), "E0226",
                                     ("E0226",)),
+    # encoded dense matrices
+    "dense-unlisted": Rejected(D, "a file of encoded matrices, and a manifest that says nothing of any",
+                               manifest(lambda t: t.pop("dense")), "E0340", ("E0340",), sealed=False),
+    "dense-null": Rejected(D, "null where no field is to be", manifest(lambda t: t.update(dense=None)), "E0304",
+                           ("E0304",), sealed=False),
+    "dense-no-matrix": Rejected(D, "an encoding of no matrix", of_dense(matrices=[]), "E0340", ("E0340",),
+                                sealed=False),
+    "dense-codec": Rejected("dense-q4", "an encoding that dense matrices may not be in", of_dense(codec="q3"), "E0340",
+                            ("E0340",), sealed=False),
+    "dense-group-size": Rejected("dense-q4", "another group size than the file's",
+                                 of_dense(parameters={"group_size": 32}), "E0341", ("E0341",), sealed=False),
+    "dense-other-id": Rejected("dense-q8", "the id without the encoding of dense matrices",
+                               lambda root: without_dense(root), "E0305", ("E0305",), sealed=False),
+    "dense-twice": Rejected(D, "one name of two matrices", of_dense(number=1, name="lm_head"), "E0340", ("E0340",),
+                            sealed=False),
+    "dense-name": Rejected(D, "a matrix of another name than the file's", of_dense(number=1, name="model.q_proj"),
+                           "E0342", ("E0342",), sealed=False),
+    "dense-rows": Rejected("dense-q8", "a row fewer than the file has, in a record as long",
+                           of_dense(number=0, rows=129), "E0342", ("E0342",), sealed=False),
+    "dense-too-many-rows": Rejected(D, "more rows than the file has room for", of_dense(number=0, rows=1 << 30),
+                                    "E0340", ("E0340",), sealed=False),
+    "dense-sum": Rejected(D, "a squared error that is NaN", of_dense(number=0, squared_error="7ff8000000000000"),
+                          "E0304", ("E0304",), sealed=False),
+    "dense-tensor-type": Rejected(D, "codes of a dense matrix as unsigned bytes",
+                                  header(MATRICES, lambda t: t["lm_head.weight"].update(dtype="U8")), "E0342",
+                                  ("E0342",)),
+    "dense-metadata": Rejected(D, "metadata that state another encoding",
+                               text(MATRICES, '"pagestone.codec":"int8"', '"pagestone.codec":"fp8"'), "E0341",
+                               ("E0341",)),
+    "dense-code": Rejected(D, "a code of -128, and the row sum that belongs to it",
+                           lambda root: dense_minus_128(root), None, ("E1005",)),
+    "dense-row-sum": Rejected(D, "a row sum that is not its codes'", matrix("lm_head", "row_sums", 5, 1 << 20), None,
+                              ("E1005",)),
+    "dense-scale-zero": Rejected(D, "a scale of zero", matrix("lm_head", "scales", 7, 0), None, ("E1005",)),
+    "dense-bias-nan": Rejected("dense-q4", "an affine bias of NaN",
+                               matrix("model.layers.0.self_attn.q_proj", "biases", 0, 0x7FC0), None, ("E1005",)),
+    "dense-fp8-nan": Rejected("dense-fp8", "an FP8 code that is NaN",
+                              matrix("model.layers.0.self_attn.q_proj", "codes", 300, 0x7F), None, ("E1005",)),
+    "dense-pad": Rejected(D, "a pad of a dense matrix that is not zero", matrix("lm_head", "pad", 9, 1), None,
+                          ("E1006",)),
+    "dense-config": Rejected(D, "a config that lets others take codes for weights", lambda root: loadable(root), None,
+                             ("E1013",), plain=False),
     # parameters, packed rows and biases
     "q4-group-size-unknown": Rejected("q4-groups", "a group size the codec does not have",
                                       manifest(lambda t: t["codec"].update(parameters={"group_size": 16})), "E0102",

@@ -22,6 +22,8 @@ MAX_HEADER = 100_000_000
 PARTS, PADS = ("gate", "up", "down"), ("pad_a", "pad")
 FLOATS = ("BF16", "F16", "F32")  # those that must be finite; one of them is the type of biases
 MANIFEST_FIELDS = {"pagestone", "codec", "lossless", "partial", "request", "source", "layers", "files", "container_id"}
+DENSE = ("int8", "fp8", "q8", "q4")  # codecs that dense matrices may be in
+MATRIX_FIELDS = {"name", "file", "rows", "columns", "squared_error", "squared_norm"}
 TEMPLATES = "additional_chat_templates/"  # the one subfolder; only templates lie there
 NUMPY_TYPES = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
@@ -163,6 +165,15 @@ def record(matrices: list[Any], names: list[str], bias: Any) -> tuple[dict[str, 
     return slots, end
 
 
+def stored(where: str, slot: str, place: Place, raw: bytes) -> Any:
+    """The array at a place of a record, BF16 widened, after checking that numbers are finite and pads are zero."""
+    array = np.frombuffer(raw, NUMPY_TYPES[place.dtype], math.prod(place.shape), place.offset).reshape(place.shape)
+    need(slot not in PADS or not array.any(), f"{where} {slot}: not zero")
+    array = (array.astype("<u4") << 16).view("<f4") if place.dtype == "BF16" else array
+    need(place.dtype not in FLOATS or np.isfinite(array).all(), f"{where} {slot}: a value that is not finite")
+    return array
+
+
 def metadata_of(values: dict[str, Any]) -> dict[str, str]:
     """Metadata as a header has them: strings as they are, anything else as canonical JSON in a string."""
     texts = {key: v if isinstance(v, str) else canonical(v).decode() for key, v in values.items()}
@@ -224,12 +235,7 @@ class Layer:
         """part -> float32 [rows, columns], "<part>.bias" -> float32 [rows], after checking everything stored."""
         raw, arrays, decoded = self.read(expert), dict[str, Any](), dict[str, Any]()
         for slot, place in self.slots.items():
-            data = raw[place.offset : place.offset + place.nbytes]
-            array = np.frombuffer(data, NUMPY_TYPES[place.dtype]).reshape(place.shape)
-            arrays[slot] = (array.astype("<u4") << 16).view("<f4") if place.dtype == "BF16" else array
-            sound = place.dtype not in FLOATS or np.isfinite(arrays[slot]).all()
-            need(sound, f"{self.path.name}: expert {expert} {slot}: a value that is not finite")
-            need(slot not in PADS or not array.any(), f"{self.path.name}: expert {expert} {slot}: not zero")
+            arrays[slot] = stored(f"{self.path.name}: expert {expert}", slot, place, raw)
         for part, name, sums in zip(PARTS, self.names, self.sums, strict=True):
             own = {slot: array for slot, array in arrays.items() if slot.startswith(f"{name}.")}
             if (bias := own.pop(f"{name}.bias", None)) is not None:
@@ -239,6 +245,50 @@ class Layer:
         return decoded
 
 
+def matrix_record(codec: Codec, parameters: Any, entry: dict[str, Any]) -> tuple[dict[str, Place], int]:
+    """Everything in a dense matrix's record: as an expert's with one part, row sums in it as the last tensor."""
+    need(set(entry) == MATRIX_FIELDS and min(entry["rows"], entry["columns"]) > 0, f"manifest.json: matrix {entry}")
+    for key in ("squared_error", "squared_norm"):
+        (total,) = np.frombuffer(bytes.fromhex(entry[key]), ">f8")
+        need(total >= 0 and np.isfinite(total) and not np.signbit(total), f"manifest.json: {key} of {entry}")
+    sums = [("row_sum", "I32", (entry["rows"],))] * codec.has_row_sums
+    return record([codec.tensors(entry["rows"], entry["columns"], parameters) + sums], [entry["name"]], None)
+
+
+def dense(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Every encoded dense matrix by its module, float32 [rows, columns], after checking everything stored."""
+    table = manifest.get("dense", {"codec": DENSE[0], "parameters": {}, "matrices": []})
+    codec, parameters, entries = CODECS[table["codec"]], table["parameters"], table["matrices"]
+    need(table["codec"] in DENSE and parameters in codec.parameters, f"manifest.json: dense in {table['codec']}")
+    need(len({e["name"] for e in entries}) == len(entries), "manifest.json: a dense matrix stands twice")
+    files = sorted(n for n in manifest["files"] if n.startswith("matrices-") and n.endswith(".safetensors"))
+    need(files == [f"matrices-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)], f"{files}")
+    named = [e["file"] for e in entries]
+    need(sorted(set(named)) == files and named == sorted(named), f"dense matrices in {named}, files {files}")
+    need(bool(entries) == ("dense" in manifest), "manifest.json: no dense matrix")
+    found: dict[str, Any] = {}
+    for file in files:
+        own = [e for e in entries if e["file"] == file]
+        tensors, metadata, at = safetensors(root / file)
+        stated = {"spec": SPEC_VERSION, "codec": table["codec"], "parameters": parameters, "matrices": len(own)}
+        need(metadata == metadata_of(stated), f"{file}: metadata {metadata}")
+        records = [matrix_record(codec, parameters, entry) for entry in own]
+        starts = [at + sum(length for _, length in records[:n]) for n in range(len(own))]
+        right = {
+            f"{entry['name']}.{slot}" if slot in PADS else slot: place._replace(offset=start + place.offset)
+            for entry, start, (slots, _) in zip(own, starts, records, strict=True)
+            for slot, place in slots.items()
+        }
+        need(tensors == right, f"{file}: {sorted(tensors.items() ^ right.items())[:2]}")
+        for entry, start, (slots, length) in zip(own, starts, records, strict=True):
+            where, raw = f"{file}: {entry['name']}", np.fromfile(root / file, "u1", length, offset=start).tobytes()
+            arrays = {slot: stored(where, slot, place, raw) for slot, place in slots.items()}
+            own_arrays = [array for slot, array in arrays.items() if slot not in PADS]
+            sums = own_arrays.pop() if codec.has_row_sums else None
+            found[entry["name"]] = codec.values(where, parameters, sums, *own_arrays)
+    return found
+
+
 def read_manifest(root: Path) -> dict[str, Any]:
     raw = (root / "manifest.json").read_bytes()
     manifest: dict[str, Any] = json.loads(raw)
@@ -246,7 +296,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
     need(manifest.pop("digest") == xxh3(canonical(manifest)).hex(), "manifest.json: its own digest is wrong")
     need(manifest["pagestone"] != {"spec_version": "1"}, "made by an unreleased version: convert again")
     need(manifest["pagestone"] == {"spec_version": SPEC_VERSION}, f"manifest.json: version {SPEC_VERSION} expected")
-    need(set(manifest) == MANIFEST_FIELDS, f"manifest.json: exactly the fields {sorted(MANIFEST_FIELDS)} expected")
+    fields = set(manifest) - {"dense"}
+    need(fields == MANIFEST_FIELDS, f"manifest.json: exactly the fields {sorted(MANIFEST_FIELDS)} expected")
     types = {key: type(value) for key, value in manifest["request"].items()}
     need(types == {"include_code": bool, "merge_unlisted": bool}, f"manifest.json: request {manifest['request']}")
     return manifest
@@ -277,7 +328,10 @@ def read(root: Path) -> tuple[str, list[Layer]]:
             identity += name.encode() + b"\0" + digest
     digests = b"".join(records[entry["file"]] for entry in entries)
     need("records.xxh3" in files and (root / "records.xxh3").read_bytes() == digests, "records.xxh3: other digests")
-    identity += canonical({"codec": codec["name"], "parameters": codec["parameters"], "spec_version": SPEC_VERSION})
+    facts = {"codec": codec["name"], "parameters": codec["parameters"], "spec_version": SPEC_VERSION}
+    if "dense" in manifest:
+        facts["dense"] = {key: manifest["dense"][key] for key in ("codec", "parameters")}
+    identity += canonical(facts)
     need(xxh3(identity).hex() == manifest["container_id"], "the container id is not that of the files")
     return manifest["container_id"], list(layers.values())
 
@@ -290,6 +344,8 @@ def main(root: Path) -> int:
             for expert in range(layer.count):
                 layer.decode(expert)
             print(f"{layer.path.name}: {layer.count} experts of {layer.stride} bytes from byte {layer.start}: ok")
+        if matrices := dense(root, read_manifest(root)):
+            print(f"{len(matrices)} encoded dense matrices: ok")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         print(ascii(f"{root}: {type(error).__name__}: {error}")[1:-1], file=sys.stderr)
         return 1

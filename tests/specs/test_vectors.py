@@ -13,7 +13,8 @@ import xxhash
 from kits.vectors import generator
 
 from pagestone.formats import encodings
-from pagestone.formats.dtypes import to_f32
+from pagestone.formats.dense_matrices import ENCODED, read_matrices
+from pagestone.formats.dtypes import VIEWS, to_f32
 from pagestone.formats.errors import PagestoneError
 from pagestone.formats.layout import PARTS, tensor_name
 from pagestone.reader.container import open_container
@@ -38,10 +39,13 @@ def changed(name: str, root: Path) -> Path:
 
 
 def touch_everything(root: Path) -> None:
-    """Open a container and every layer and sidecar of it."""
+    """Open a container and every layer, sidecar and file of encoded dense matrices of it."""
     container = open_container(root)
     for layer in [*container.layers.values(), *container.mtp.values()]:
         layer.expert(len(layer) - 1)
+    dense = container.manifest.dense
+    for file in () if dense is None else dense.files:
+        read_matrices(root / file, dense, file)
 
 
 def test_there_are_enough():
@@ -49,6 +53,7 @@ def test_there_are_enough():
     twins = [load("accept", name) for name in ACCEPT]
     assert {t["codec"] for t in twins} == set(encodings.registry()), "every codec has a vector"
     assert {t["codec"] for t in twins for x in t["layers"] if x["bias_dtype"]} >= {"bf16", "fp8"}
+    assert {t["dense"]["codec"] for t in twins if "dense" in t} == set(ENCODED)
     assert {t["codec"] for t in twins if t["partial"]} >= {"int8", "q4"}
     assert sum(p.stat().st_size for p in VECTORS.rglob("*") if p.is_file()) < 1_300_000
 
@@ -109,6 +114,32 @@ def test_the_plain_reader_finds_what_the_twin_says(name):
                 same_values(found[part], values[part])
                 if wanted["bias_dtype"]:
                     same_bias(found[f"{part}.bias"], values[part])
+
+
+@pytest.mark.parametrize("name", ACCEPT)
+def test_encoded_dense_matrices_are_what_the_twin_says(name):
+    """By the definitions and by the plain reader."""
+    root, wanted = VECTORS / "accept" / name, load("accept", name).get("dense")
+    dense, plain = open_container(root).manifest.dense, plain_reader.dense(root, plain_reader.read_manifest(root))
+    assert (dense is None) == (wanted is None) == (not plain)
+    if dense is None:
+        return
+    assert (dense.codec, dict(dense.parameters)) == (wanted["codec"], wanted["parameters"])
+    placed = [p for file in dense.files for p in read_matrices(root / file, dense, file)]
+    assert list(plain) == [p.matrix.name for p in placed] == [m["name"] for m in wanted["matrices"]]
+    for p, want in zip(placed, wanted["matrices"], strict=True):
+        found = (p.matrix.file, p.matrix.rows, p.matrix.columns, p.offset, p.record.nbytes)
+        assert found == tuple(want[key] for key in ("file", "rows", "columns", "offset", "bytes"))
+        assert [(s.suffix, s.dtype, list(s.shape), s.offset, s.nbytes) for s in p.record.slots] == [
+            (s["name"], s["dtype"], s["shape"], s["offset"], s["bytes"]) for s in want["record"]
+        ]
+        raw = (root / p.matrix.file).read_bytes()
+        stored = {
+            s.role: np.frombuffer(raw[p.offset + s.offset :][: s.nbytes], VIEWS[s.dtype]).reshape(s.shape)
+            for s in p.record.stored
+        }
+        same_values(dense.encoding.values(stored, p.matrix.rows, p.matrix.columns), want)
+        same_values(plain[p.matrix.name], want)
 
 
 @pytest.mark.parametrize("name", ACCEPT)

@@ -30,7 +30,8 @@ make = generator()
 
 
 def test_it_is_short():
-    assert len(FILE.read_text(encoding="utf-8").splitlines()) <= 300
+    """300 lines for experts, 60 for encoded dense matrices."""
+    assert len(FILE.read_text(encoding="utf-8").splitlines()) <= 360
 
 
 def test_it_imports_nothing_of_ours():
