@@ -48,6 +48,7 @@ def rows(f: Family) -> dict[str, str]:
         "multi-token prediction": f"{mtp}; how many: `{f.mtp_field}`",
         "path parts of the expert block": ticked(sorted(f.markers)),
         "dense modules that keep FP8 codes": ticked(f.linears),
+        "dense modules that `--dense` encodes": ticked(f.encoded),
     }
     if fused is not None:
         turned, plain = "[E, H, 2I] and [E, I, H]", "[E, 2I, H] and [E, H, I]"

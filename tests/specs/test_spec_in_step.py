@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from pagestone.convert.checkpoint import CONFIG, INDEX
+from pagestone.convert.matrices import FEWEST_ROWS, MATRICES_FILE
 from pagestone.convert.plan import DENSE_SHARD
 from pagestone.formats import encodings, layer_file, layout, manifest, safetensors_header
 from pagestone.formats.config import config_with, stated_config
+from pagestone.formats.dense_matrices import BAND, ENCODED, DenseEncoding, DenseMatrix, matrices_metadata
 from pagestone.formats.digests import canonical_json, digest, layer_digest
 from pagestone.formats.dtypes import ITEM_BITS, VIEWS
 from pagestone.formats.encodings import ConfigFacts
@@ -203,7 +205,7 @@ def an_example() -> dict:
 
 def test_manifest_fields():
     text, example = page("manifest.md"), an_example()
-    assert sorted(names(table(text, "## manifest.json"))) == sorted(example)
+    assert sorted(names(table(text, "## manifest.json"))) == sorted([*example, "dense"])  # which may be absent
     assert sorted(names(table(text, "### An entry of `layers`"))) == sorted(example["layers"][0])
     assert sorted(names(table(text, "### An entry of `files`"))) == sorted(example["files"]["x"])
     assert sorted(names(table(text, "### `request`"))) == sorted(example["request"])
@@ -243,6 +245,38 @@ def test_the_two_sums_follow_the_text():
             lanes = [lanes[n] + lanes[n + h] for n in range(h)]
         total += lanes[0]
     assert sum_of_squares(values) == total
+
+
+# -- encoded dense matrices --------------------------------------------------------------------------------------------
+
+
+def test_matrix_record_examples():
+    found = marked(page("container.md"), "matrix")
+    assert {words[0] for words, _ in found} >= {"int8", "q8", "q4"}
+    for words, rows in found:
+        name, parameters, height, width = words
+        record = layout.matrix_record(encodings.get(name, json.loads(parameters)), int(height), int(width))
+        cells = [(s.offset, s.nbytes, f"`{s.suffix}`", s.dtype, list(s.shape)) for s in record.slots]
+        assert rows == [[str(cell) for cell in row] for row in cells]
+        before = page("container.md").split(f"<!-- matrix: {' '.join(words)} -->")[0].rstrip().split("\n\n")[-1]
+        assert f"{record.nbytes} bytes" in before
+
+
+def test_what_is_said_of_encoded_dense_matrices():
+    text = page("container.md").split("## Matrices files")[1].split("## Partial containers")[0]
+    keys = names(table(text, "### The header"))
+    assert keys == list(matrices_metadata(encodings.get("int8"), 1))
+    words = section(page("manifest.md"), "### `dense`")
+    (row,) = (r for r in tables(words)[0] if r[0] == "`codec`")
+    assert re.findall(r"`(\w+)`", row[2]) == list(ENCODED)
+    assert re.findall(r"`(\w+)`", text.split("with the")[0]) == list(ENCODED)
+    fields = {r[0].strip("`") for r in tables(words)[1]}
+    entry = DenseMatrix("lm_head", "matrices-00001-of-00001.safetensors", 130, 64, 0.25, 1.0)
+    stated = DenseEncoding("int8", {}, (entry,)).table()
+    assert {r[0].strip("`") for r in tables(words)[0]} == set(stated) and fields == set(stated["matrices"][0])
+    assert f"0.25 is `{stated['matrices'][0]['squared_error']}`" in words
+    assert (BAND, MATRICES_FILE, FEWEST_ROWS) == (128, 512 << 20, 128)
+    assert "band* of 128 rows" in text and "up to 512 MiB" in text and "at least 128\nrows" in text
 
 
 # -- codecs/ -----------------------------------------------------------------------------------------------------------
