@@ -124,7 +124,7 @@ class Session(Closing):
         opener: Opener = open_to_run,
     ) -> None:
         self.options = SessionOptions() if options is None else options
-        self._note = note
+        self.note = note
         self._model: Model | None = None
         self._vocabulary_bytes = 0
         self._footprints: dict[int, Footprint | None] = {}
@@ -229,7 +229,7 @@ class Session(Closing):
         """A conversation with the model; without `sampling` tokens are chosen as the publisher recommends."""
         chosen = self.sampling() if sampling is None else sampling
         tokenizer, ends = self.tokenizer, self.ends  # before the model: they may be refused
-        return Conversation(self.model, tokenizer, chosen, ends, self._note)
+        return Conversation(self.model, tokenizer, chosen, ends, self.note)
 
     def model_over(self, store: ExpertStore, of: Container | None = None) -> Model:
         """Another model of the container, over a store of the caller's; who closes it closes the store.
@@ -254,14 +254,14 @@ class Session(Closing):
         room = self.options.budget
         if self.plan is not None:
             for text in self.plan.text().splitlines():
-                self._note(text)
+                self.note(text)
             room = self.plan.cache_bytes if io == "direct" else None
         if io == "direct" and room is None:
             room = default_budget(container, dense_costs(container).resident + sums)
-        store, notes = self.open_store(io, room, self._note)
+        store, notes = self.open_store(io, room, self.note)
         model = self.model_over(store)
         for text in (self._how(store, room), *notes, *model.notes, *self._costs(sums)):
-            self._note(text)
+            self.note(text)
         return model
 
     def _how(self, store: ExpertStore, room: int | None) -> str:

@@ -160,6 +160,16 @@ def _compare(
     window: Annotated[int, typer.Option(min=2, max=MOST, help="Tokens fed at once.")] = 256,
     limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="At most this many questions.")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for everything, such as 4GiB: the source runs first, encoded as it is read, then the "
+            "container; what the source said waits on disk. Default: both are loaded, the source whole."
+        ),
+    ] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="With --memory: the folder where the source's logits wait.", parser=named)
+    ] = None,
     io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
     experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
     tokenizer: Annotated[
@@ -178,6 +188,7 @@ def _compare(
     request = fidelity.FidelityRequest(
         directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, io=io,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer, experts=experts,
+        memory=None if memory is None else parse_size(memory), scratch=scratch,
     )  # fmt: skip
     result = fidelity.compare(request, _progress)
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

@@ -1,6 +1,7 @@
 """`compare`: what a codec costs, measured on the whole model against the source's own weights.
 
-The source runs in unmodified transformers with its eager experts; the container runs through the reader. Over a text,
+The source runs in unmodified transformers with its eager experts; the container runs through the reader. Under a cap of
+memory the source runs first, as a virtual container (`validate/apart.py`), with the same logits. Over a text,
 in windows: KL divergence KL(source || container), agreement of the first choice, perplexity of both. Over questions:
 how many each answers to the letter, greedily.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,12 @@ from pagestone.formats.strict_json import MAX_COUNT, loads
 from pagestone.formats.text import shown_lines, with_parameters
 from pagestone.reader import hosts, inputs
 from pagestone.reader.decoding import spoken
-from pagestone.reader.model import AUTO, Logits, Model, greedy, values_of
+from pagestone.reader.model import AUTO, REFERENCE, Logits, Model, greedy, values_of
 from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.text import Tokenizer, check_ids, end_tokens, open_tokenizer
 from pagestone.validate import requests
+from pagestone.validate.apart import COMPARED, Heard, Scratch, let_go, planned_model
+from pagestone.validate.virtual import open_virtual
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +52,9 @@ class FidelityRequest:
     tokenizer: Path | None = None
     experts: str = AUTO
     host: str = hosts.DEFAULT
+    memory: int | None = None
+    scratch: Path | None = None
+    """Folder in which the source's logits wait under a cap of memory; None for that of temporary files."""
 
 
 @dataclass(slots=True)
@@ -126,30 +133,92 @@ def compare(request: FidelityRequest, progress: Callable[[str], None] = lambda _
     for name, value, least in (("--tokens", request.tokens, 2), ("--window", request.window, 2),
                                ("--limit", request.limit, 1)):  # fmt: skip
         requests.number(name, value, least, MAX_COUNT)
-    options = SessionOptions(request.io, request.budget, experts=request.experts, host=request.host)
-    with Session(request.directory, options) as session:
+    with Session(request.directory, _options(request), progress) as session, ExitStack() as opened:
         open_checkpoint(request.source)
-        questions = None if request.questions is None else read_questions(request.questions, request.limit)
-        tokens = open_tokenizer(request.source, request.tokenizer)
-        ids = None if request.text is None else _text_ids(request, tokens)
-        asked = [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions or []]
-        for some in [*([] if ids is None else [ids]), *asked]:
-            check_ids(some, session.vocabulary, tokens.place)
-        container = session.model
-        progress("loading the source")
-        source = _source_model(request.source, container)
-        manifest = session.container.manifest
-        result = Fidelity(
-            str(request.directory), str(request.source), manifest.container_id, manifest.codec,
-            dict(manifest.parameters), session.loading.experts,
-        )  # fmt: skip
-        if ids is not None:
-            progress(f"text: {len(ids)} tokens")
-            result.text_result = over_text(source, container, ids, request.window)
-        if questions is not None:
-            progress(f"{len(questions)} questions")
-            result.questions = over_questions(source, container, tokens, questions, end_tokens(session.path, tokens))
-        return result
+        work = _work(request, session)
+        source: Model | Heard
+        if request.memory is None:
+            container = session.model
+            progress("loading the source")
+            source = _source_model(request.source, container)
+        else:
+            pieces = [] if work.ids is None else list(windows(work.ids, request.window))
+            source = Heard(Scratch(request.scratch, sum(map(len, pieces)), work.vocabulary), work.vocabulary)
+            opened.callback(source.close)
+            _listen(source, pieces, request, work, progress)
+            container = planned_model(session, request.window)
+            opened.callback(container.close)
+        return _result(request, session, work, source, container, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What both models are given."""
+
+    tokens: Tokenizer
+    ids: list[int] | None
+    questions: list[tuple[str, str]] | None
+    asked: list[list[int]]
+    vocabulary: int
+    ends: frozenset[int]
+
+    def longest(self, window: int) -> int:
+        """Tokens: the most that a model must remember."""
+        return max([*(len(ids) + ANSWER for ids in self.asked), 0 if self.ids is None else min(window, len(self.ids))])
+
+
+def _options(request: FidelityRequest) -> SessionOptions:
+    return SessionOptions(
+        request.io, request.budget, experts=request.experts, host=request.host, memory=request.memory
+    )  # fmt: skip
+
+
+def _work(request: FidelityRequest, session: Session) -> _Work:
+    """Everything that can be refused before a model is loaded."""
+    questions = None if request.questions is None else read_questions(request.questions, request.limit)
+    tokens = open_tokenizer(request.source, request.tokenizer)
+    ids = None if request.text is None else _text_ids(request, tokens)
+    asked = [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions or []]
+    for some in [*([] if ids is None else [ids]), *asked]:
+        check_ids(some, session.vocabulary, tokens.place)
+    return _Work(tokens, ids, questions, asked, session.vocabulary, end_tokens(session.path, tokens))
+
+
+def _listen(
+    heard: Heard, pieces: list[list[int]], request: FidelityRequest, work: _Work, progress: Callable[[str], None]
+) -> None:
+    """Keep what the source says, run alone under the cap, and let it go again."""
+    options = SessionOptions(
+        "direct", experts=REFERENCE, host=request.host, memory=request.memory, context=work.longest(request.window)
+    )
+    progress("the source, encoded as it is read")
+    with Session(request.source, options, progress, opener=lambda path: open_virtual(Path(path))) as session:
+        model = planned_model(session, request.window)
+        try:
+            heard.listen(model, pieces)
+            heard.answers = answers(model, work.tokens, work.questions or [], work.ends)
+        finally:
+            model.close()
+    del model
+    let_go()
+
+
+def _result(
+    request: FidelityRequest, session: Session, work: _Work, source: Model | Heard, container: Model,
+    progress: Callable[[str], None],
+) -> Fidelity:  # fmt: skip
+    manifest = session.container.manifest
+    result = Fidelity(
+        str(request.directory), str(request.source), manifest.container_id, manifest.codec,
+        dict(manifest.parameters), session.loading.experts,
+    )  # fmt: skip
+    if work.ids is not None:
+        progress(f"text: {len(work.ids)} tokens")
+        result.text_result = over_text(source, container, work.ids, request.window)
+    if work.questions is not None:
+        progress(f"{len(work.questions)} questions")
+        result.questions = over_questions(source, container, work.tokens, work.questions, work.ends)
+    return result
 
 
 def _source_model(source: Path, container: Model) -> Model:
@@ -179,27 +248,39 @@ def windows(ids: Sequence[int], size: int) -> Iterator[list[int]]:
             yield piece
 
 
-def over_text(source: Model, container: Model, ids: Sequence[int], window: int) -> TextResult:
-    """Compare distributions at every position of every window. Logits are taken to float64 before anything else."""
+def over_text(source: Model | Heard, container: Model, ids: Sequence[int], window: int) -> TextResult:
+    """Compare distributions at every position of every window. Logits are taken to float64 before anything else.
+
+    A few rows at a time: of a window whose vocabulary is large all of them would be gigabytes. Sums are over windows.
+    """
     import torch
 
     result = TextResult()
     kl = agree = nats_source = nats_container = 0.0
     for piece in windows(ids, window):
-        one = _log_probabilities(source.forward(piece, every=True)[0])
-        two = _log_probabilities(container.forward(piece, every=True)[0])
-        each = (one.exp() * (one - two)).sum(-1)
+        logits = source.forward(piece, every=True)[0], container.forward(piece, every=True)[0]
+        rows = [_compared(*logits, piece, at) for at in range(0, len(piece), COMPARED)]
+        each, same, likely, ours = (torch.cat(column) for column in zip(*rows, strict=True))
         kl += float(each.sum())
         result.kl_largest = max(result.kl_largest, float(each.max()))
-        agree += float((one.argmax(-1) == two.argmax(-1)).sum())
-        target = torch.tensor(piece[1:])[:, None]
-        nats_source -= float(one[:-1].gather(1, target).sum())
-        nats_container -= float(two[:-1].gather(1, target).sum())
+        agree += float(same.sum())
+        nats_source -= float(likely.sum())
+        nats_container -= float(ours.sum())
         result.positions += len(piece)
         result.predicted += len(piece) - 1
     result.kl, result.top1 = kl / result.positions, agree / result.positions
     result.source_nats, result.container_nats = nats_source / result.predicted, nats_container / result.predicted
     return result
+
+
+def _compared(source: Logits, container: Logits, piece: Sequence[int], at: int) -> tuple[torch.Tensor, ...]:
+    """Of `COMPARED` rows from `at`: KL, whether the first choices agree, log-likelihood of the next id in each."""
+    import torch
+
+    one, two = (_log_probabilities(logits[at : at + COMPARED]) for logits in (source, container))
+    target = torch.tensor(piece[at + 1 : at + 1 + COMPARED], dtype=torch.int64)[:, None]
+    likely = [p[: len(target)].gather(1, target)[:, 0] for p in (one, two)]
+    return (one.exp() * (one - two)).sum(-1), one.argmax(-1) == two.argmax(-1), *likely
 
 
 def _log_probabilities(logits: Logits) -> torch.Tensor:
@@ -228,14 +309,14 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
 
 
 def over_questions(
-    source: Model, container: Model, tokens: Tokenizer, questions: Sequence[tuple[str, str]],
+    source: Model | Heard, container: Model, tokens: Tokenizer, questions: Sequence[tuple[str, str]],
     ends: frozenset[int],
 ) -> QuestionResult:  # fmt: skip
     """Ask both every question by the chat template; an answer is right if it is the expected one to the letter."""
     result = QuestionResult()
-    for question, expected in questions:
-        ids = tokens.chat([{"role": "user", "content": question}])
-        one, two = (answer(model, tokens, ids, ends) for model in (source, container))
+    theirs = source.answers if isinstance(source, Heard) else answers(source, tokens, questions, ends)
+    ours = answers(container, tokens, questions, ends)
+    for (question, expected), one, two in zip(questions, theirs, ours, strict=True):
         result.asked += 1
         result.source_right += one == expected
         result.container_right += two == expected
@@ -243,6 +324,13 @@ def over_questions(
         if one != two:
             result.changed.append({"question": question, "expected": expected, "source": one, "container": two})
     return result
+
+
+def answers(
+    model: Model, tokens: Tokenizer, questions: Sequence[tuple[str, str]], ends: frozenset[int]
+) -> list[str]:  # fmt: skip
+    """A model's answer to every question."""
+    return [answer(model, tokens, tokens.chat([{"role": "user", "content": q}]), ends) for q, _ in questions]
 
 
 def answer(model: Model, tokens: Tokenizer, ids: Sequence[int], ends: frozenset[int]) -> str:

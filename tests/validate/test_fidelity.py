@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from kits.inference import TINY, Workshop, calm, command
 
@@ -15,7 +16,7 @@ from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
 from pagestone.reader.model import PRODUCTS, REFERENCE
 from pagestone.reader.text import open_tokenizer
-from pagestone.validate import fidelity
+from pagestone.validate import apart, fidelity
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -164,3 +165,71 @@ def test_how_answers_are_counted() -> None:
     assert [(c["expected"], c["source"], c["container"]) for c in found.changed] == [
         ("four", "four", "five"), ("blue", "blue", "blue."), ("no", "maybe", "no")
     ]  # fmt: skip
+
+
+# -- in the memory of one --------------------------------------------------------------------------------------------
+
+
+def test_under_a_cap(workshop: Workshop, tmp_path: Path) -> None:
+    """One model after the other: every figure is the same, for a text in windows and for questions."""
+    how = {"text": TEXT, "questions": QUESTIONS, "tokens": 150, "window": 64, "limit": 3}
+    directory = workshop.container("int8")
+    together = fidelity.compare(fidelity.FidelityRequest(directory, TINY, **how))
+    said: list[str] = []
+    one_by_one = fidelity.compare(
+        fidelity.FidelityRequest(directory, TINY, **how, memory=2 << 30, scratch=tmp_path), said.append
+    )
+    assert one_by_one.table() == together.table()
+    assert sum("memory: 2.00 GiB for everything" in text for text in said) == 2, said
+    assert sum("logits compared" in text for text in said) == 2
+    assert not list(tmp_path.iterdir()), "what waited is gone"
+
+
+def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused with the numbers; and a budget beside it."""
+    words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--tokens", "64"]
+    assert command(*words, "--memory", "64MiB") == 2
+    assert "E1271" in capsys.readouterr().err
+    assert command(*words, "--memory", "2GiB", "--budget", "1MiB") == 2
+    assert "E1273" in capsys.readouterr().err
+
+
+def test_no_room_for_logits(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder without room for the rows is refused before anything is loaded, with what is needed."""
+    room = apart.shutil.disk_usage(tmp_path)._replace(free=64 * 1024 * apart.LOGIT_BYTES - 1)
+    monkeypatch.setattr(apart.shutil, "disk_usage", lambda folder: room)
+    words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--memory", "2GiB"]
+    assert command(*words, "--tokens", "64", "--scratch", tmp_path) == 2
+    err = capsys.readouterr().err
+    assert "E1332" in err and str(tmp_path) in err and "64 rows" in err
+    assert command(*words, "--tokens", "63", "--scratch", tmp_path) == 0
+
+
+def test_what_was_heard() -> None:
+    """Logits come back as they were, in order, in their own type: torch's and NumPy's."""
+    torch = pytest.importorskip("torch")
+
+    class Speaks:
+        def __init__(self, make: Callable[[int], object]) -> None:
+            self._make, self._said = make, 0
+
+        def forward(self, ids: list[int], state: object = None, *, every: bool = False) -> tuple[object, None]:
+            assert every
+            self._said += 1
+            return self._make(len(ids) * 100 + self._said), None
+
+    def floats(seed: int) -> object:
+        return torch.randn(seed // 100, 7, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+    def doubles(seed: int) -> object:
+        return np.random.default_rng(seed).standard_normal((seed // 100, 7))
+
+    for make in (floats, doubles):
+        heard = apart.Heard(apart.Scratch(None, 100, 7), 7)
+        heard.listen(Speaks(make), [[1, 2, 3], [4, 5]])  # type: ignore[arg-type]
+        for n, count in enumerate((3, 2), 1):
+            again, expected = heard.forward([0] * count)[0], make(count * 100 + n)
+            assert again.dtype == expected.dtype and (again == expected).all()  # type: ignore[attr-defined]
+        heard.close()

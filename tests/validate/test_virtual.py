@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from kits.checkpoints import Spec
+from kits.conversions import prepare
 from kits.families import MODELS, SIZES, build, read_tensors, write_tensors
 from kits.inference import TINY, Workshop, calm, command, equal, logits_of, model, sequence
 from kits.storage import MemoryStorage
 
+from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layout import PARTS
+from pagestone.formats.storage import PIECE
 from pagestone.reader.container import open_container
 from pagestone.reader.made import MadeContainer
 from pagestone.reader.session import Session, SessionOptions
@@ -78,6 +86,55 @@ def test_the_logits_of_the_bf16_container(kind: str, workshop: Workshop, tmp_pat
     virtual.close()
 
 
+def test_pads_and_large_tensors(tmp_path: Path) -> None:
+    """Records with a pad, whatever the buffer held; a dense tensor of several pieces."""
+    spec = Spec(72, 40, 2, layers=1, family="qwen3_moe", fused=False, mtp=False)
+    shapes = {"model.norm.weight": (72,), "model.embed_tokens.weight": (9000, 72)}
+    shapes |= {"model.layers.0.mlp.gate.weight": (2, 72)}
+    for expert, part in itertools.product(range(2), PARTS):
+        shapes[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] = spec.shape(part)
+    draws = np.random.default_rng(5)
+    tensors = {
+        name: ("BF16", shape, (draws.integers(0, 127, (*shape, 2), np.uint8)).tobytes())
+        for name, shape in shapes.items()
+    }
+    source = tmp_path / "s"
+    source.mkdir()
+    write_tensors(source / "model.safetensors", tensors)
+    (source / "config.json").write_text(json.dumps(spec.config()))
+    prepare(source, tmp_path / "c", encodings.get("bf16"), workers=1)
+    real, made = open_container(tmp_path / "c"), open_virtual(source)
+    layer = made.layers[0]
+    assert layer.layout.record.slots[-1].part is None, "a record with a pad expected"
+    room = memoryview(bytearray(b"\xa5" * layer.stride))
+    made.maker.record(layer, 1, room)
+    assert bytes(room) == real.layers[0].expert(1).record.tobytes()
+    stored = read_tensors(tmp_path / "c", "dense-*.safetensors")
+    assert max(len(raw) for _, _, raw in stored.values()) > PIECE
+    for name, (_, _, raw) in stored.items():
+        assert made.maker.dense(name).tobytes() == raw
+    made.close()
+
+
+def test_for_many_threads(workshop: Workshop) -> None:
+    """Records made at once by threads are those made one by one: each thread has a buffer of its own."""
+    real, made = open_container(workshop.container("bf16")), open_virtual(TINY)
+    layer = made.layers[0]
+
+    def record(expert: int) -> bytes:
+        room = bytearray(layer.stride)
+        made.maker.record(layer, expert, memoryview(room))
+        return bytes(room)
+
+    with ThreadPoolExecutor(4) as pool:
+        for n, found in enumerate(pool.map(record, list(range(len(layer))) * 4)):
+            assert found == real.layers[0].expert(n % len(layer)).record.tobytes()
+    made.close()
+    with made.maker._files._root.storage:
+        pass  # closed: nobody holds the source's files any more
+    assert not made.maker._files._root.storage._handles
+
+
 def test_records_are_the_containers(workshop: Workshop) -> None:
     """Every byte of a record, pads too, also where the buffer held another one; every dense tensor."""
     real, made = open_container(workshop.container("bf16")), open_virtual(TINY)
@@ -102,6 +159,7 @@ def test_a_session(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("run", TINY, "--prompt", "What is the capital of France?", "--budget", "1MiB") == 0
     out, err = capsys.readouterr()
     assert out == "The capital of France is Paris.\n"
+    assert "page cache" not in err, "no file system refused anything"
     assert "not converted" in err and "bf16 experts, reference products, encoded" in err
     assert command("run", TINY, "--prompt", "What is the capital of France?", "--io", "resident", "--json") == 0
     table = json.loads(capsys.readouterr().out)
