@@ -118,8 +118,10 @@ class Known:
         return torch.tensor([[math.log(p) + 3 * n for p in row] for n, row in enumerate(rows)], dtype=torch.float64), 0
 
 
-def test_what_is_measured_over_a_text() -> None:
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_what_is_measured_over_a_text(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """KL(source || container), not the reverse; top-1; nats of the token that follows, each side its own."""
+    monkeypatch.setattr(fidelity, "COMPARED", rows)
     found = fidelity.over_text(Known(LIKELY), Known(OTHER), IDS, 3)  # type: ignore[arg-type]
     each = [sum(p * math.log(p / q) for p, q in zip(a, b, strict=True)) for a, b in zip(LIKELY, OTHER, strict=True)]
     assert math.isclose(found.kl, sum(each) / 5) and math.isclose(found.kl_largest, max(each))
@@ -198,7 +200,7 @@ def test_no_room_for_logits(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A folder without room for the rows is refused before anything is loaded, with what is needed."""
-    room = apart.shutil.disk_usage(tmp_path)._replace(free=64 * 1024 * apart.LOGIT_BYTES - 1)
+    room = apart.shutil.disk_usage(tmp_path)._replace(free=63 * 1024 * apart.LOGIT_BYTES)  # of 63 rows, to the byte
     monkeypatch.setattr(apart.shutil, "disk_usage", lambda folder: room)
     words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--memory", "2GiB"]
     assert command(*words, "--tokens", "64", "--scratch", tmp_path) == 2
