@@ -18,6 +18,7 @@ import numpy as np
 
 from pagestone.convert.errors import machine_errors
 from pagestone.formats.errors import RequestError
+from pagestone.formats.storage import forget
 from pagestone.formats.text import size_text
 from pagestone.reader.memory_plan import Line, trim
 from pagestone.reader.model import Logits, Model, bytes_of
@@ -58,9 +59,8 @@ class Scratch:
         """Read from the first again."""
         with machine_errors(self._folder, "keeping logits"):
             self._file.flush()
-            if hasattr(os, "posix_fadvise"):
-                os.fsync(self._file.fileno())
-                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(self._file.fileno())  # what is not on disk cannot leave the page cache
+            forget(self._file.fileno(), 0, self._file.tell())
             self._file.seek(0)
 
     def read(self, nbytes: int) -> bytearray:
@@ -68,8 +68,7 @@ class Scratch:
         data = bytearray(nbytes)
         with machine_errors(self._folder, "reading logits again"):
             got = self._file.readinto(data)  # type: ignore[attr-defined]
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._file.fileno(), 0, self._file.tell(), os.POSIX_FADV_DONTNEED)
+            forget(self._file.fileno(), 0, self._file.tell())
         if got != nbytes:
             raise ValueError(f"{nbytes} bytes of logits expected, found {got}")
         return data
