@@ -269,7 +269,8 @@ def load(
 
 def dense_use(container: Container) -> DenseUse:
     """What the container's model does with its dense tensors; an empty model is made to know it."""
-    model, _, dtype, _ = _empty_model(container, PACKED)
+    quiet()
+    model, _, dtype, _ = _empty_model(container, "eager")
     replaced = tuple(f"{name}." for name in _experts_modules(model, container).values())
     expected = {name for name in model.state_dict() if not name.startswith(replaced)}
     entries = {name: entry for name, (_, entry) in dense_entries(container).items()}
