@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pagestone.formats.layout import align_up
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.reader.container import Container
-from pagestone.reader.dense import ALIGNMENT, READ_AT_ONCE, dense_entries, encoded_matrices
+from pagestone.reader.dense import ALIGNMENT, BY_ROWS, READ_AT_ONCE, dense_entries, encoded_matrices
 from pagestone.reader.rows import memory_of
 
-UNUSED = ("mtp.", "model.visual.", "visual.", "vision_tower.")
+UNUSED = ("mtp.", "model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
 """How names begin of tensors that no language model uses."""
 TABLE = "embed_tokens.weight"
 
@@ -74,7 +74,8 @@ def likely_use(container: Container) -> DenseUse:
 
 
 def dense_costs(container: Container, use: DenseUse | None = None, mode: str = "direct") -> DenseCosts:
-    """What `use` (by default `likely_use`) costs if dense tensors are read, or mapped with the mode "mmap".
+    """What `use` (by default `likely_use`) costs beside a store of that mode: read, by rows for those of `BY_ROWS`, or
+    mapped ("mmap").
 
     Only headers are read. `DataError` as `dense_entries` and `encoded_matrices`.
     """
@@ -88,12 +89,12 @@ def dense_costs(container: Container, use: DenseUse | None = None, mode: str = "
     if mode == "mmap":
         kept = sum(e.nbytes for e in entries.values())
         return DenseCosts(made, 0, 0, 0, 0, decoded, kept + records)
-    tables = [entries[name] for name in use.tables]
-    rows = sum(memory_of(e) for e in tables)
-    plain = sum(_kept(e) for name, e in entries.items() if name not in use.made and name not in use.tables)
+    tables = {name: entries[name] for name in use.tables if mode in BY_ROWS}
+    rows = sum(memory_of(e) for e in tables.values())
+    plain = sum(_kept(e) for name, e in entries.items() if name not in use.made and name not in tables)
     passing = sum(_kept(entries[name]) for name in use.made)
     return DenseCosts(
-        plain + made, records, rows, sum(e.nbytes for e in tables), passing + 2 * READ_AT_ONCE, decoded, 0
+        plain + made, records, rows, sum(e.nbytes for e in tables.values()), passing + 2 * READ_AT_ONCE, decoded, 0
     )
 
 

@@ -268,13 +268,21 @@ class Session(Closing):
         """How experts are read and multiplied, in one line."""
         budgeted = "" if room is None else f", at most {size_text(room)} of experts in memory"
         checked = " (not compared with their digests)" if store.mode == "mmap" else ""
-        native_products = self.loading.experts == NATIVE
-        how = f"native products ({native.isa()})" if native_products else "reference products"
-        return f"{self.container.manifest.codec} experts, {how}, {store.mode}{checked}{budgeted}"
+        manifest = self.container.manifest
+        how = f"{manifest.codec} experts, {self._products(self.loading.experts)}, {store.mode}{checked}{budgeted}"
+        if manifest.dense is None:
+            return how
+        return f"{how}; dense matrices in {manifest.dense.codec}, {self._products(self.loading.linears)}"
+
+    @staticmethod
+    def _products(word: str | None) -> str:
+        """One of `PRODUCTS` in words."""
+        return f"native products ({native.isa()})" if word == NATIVE else "reference products"
 
     def _costs(self, sums: int) -> list[str]:
         """What native products cost beside the budget, and whether they are slow here."""
-        if self.loading.experts != NATIVE:
+        encoded = self.container.manifest.dense is not None
+        if self.loading.experts != NATIVE and not (encoded and self.loading.linears == NATIVE):
             return []
         slow = native.slow_note()
         held = "mapped" if self.options.io == "mmap" else "in memory beside them, read once"

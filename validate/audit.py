@@ -33,6 +33,7 @@ def surroundings(model: Model) -> dict[str, Any]:
     from pagestone import __version__
 
     experts, host = model.context.experts, model.surroundings()
+    natively = NATIVE in (experts, host["model"].get("linears"))
     ours = {"pagestone": __version__, "python": platform.python_version(), "numpy": np.__version__}
     threads = model.context.threads or host["threads"].get("torch", 1)
     return {
@@ -41,7 +42,7 @@ def surroundings(model: Model) -> dict[str, Any]:
         "threads": dict(host["threads"]),
         "model": dict(host["model"]) | {"experts": experts},
         "products": {
-            "isa": native.isa() if experts == NATIVE else None, "threads": threads if experts == NATIVE else None
+            "isa": native.isa() if natively else None, "threads": threads if natively else None
         },
     }  # fmt: skip
 
@@ -49,11 +50,13 @@ def surroundings(model: Model) -> dict[str, Any]:
 COMPARED = (
     ("machine", "cpu"), ("machine", "architecture"), ("versions", "torch"), ("versions", "torch_build"),
     ("versions", "transformers"), ("threads", "torch"), ("model", "host"), ("model", "class"), ("model", "dtype"),
-    ("model", "attention"), ("model", "experts"),
+    ("model", "attention"), ("model", "experts"), ("model", "linears"),
 )  # fmt: skip
 """What must be equal for hashes to be comparable; None where a host has no such thing."""
 OF_HOSTS = {pair for pair in COMPARED if pair[0] in ("versions", "threads")}
 """Of `COMPARED`, what only those hosts depend on that use these libraries."""
+OF_CONTAINERS = {("model", "linears")}
+"""Of `COMPARED`, what is there only for some containers: those that have dense matrices in an encoding."""
 
 
 def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:

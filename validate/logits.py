@@ -23,7 +23,7 @@ from pagestone.formats.text import shown, shown_lines, size_text
 from pagestone.reader import inputs
 from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.container import Container
-from pagestone.reader.dense import dense_entries
+from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.files import ANEW, MachineErrors
 from pagestone.reader.hosts import DEFAULT
 from pagestone.reader.made import MadeContainer, MadeRecords
@@ -130,7 +130,7 @@ def reference_way(session: Session, request: LogitsRequest) -> tuple[str, str]:
     if request.resident:
         return RESIDENT, "every record in memory, as asked for"
     container, free = session.container, available_memory()
-    needed = all_records(container) + sum(e.nbytes for _, e in dense_entries(container).values())
+    needed = all_records(container) + dense_costs(container, mode=RESIDENT).resident
     needed += row_sum_bytes(container) if session.loading.experts == NATIVE else 0
     if free is None or needed <= free:
         return RESIDENT, "every record in memory"

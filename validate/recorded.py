@@ -15,7 +15,7 @@ from typing import Any
 from pagestone.formats.errors import DataError
 from pagestone.formats.strict_json import brief, loads
 from pagestone.reader.hosts import DEFAULT as TRANSFORMERS
-from pagestone.validate.audit import COMPARED, DIFFERENT, EQUAL, OF_HOSTS, VERSION
+from pagestone.validate.audit import COMPARED, DIFFERENT, EQUAL, OF_CONTAINERS, OF_HOSTS, VERSION
 from pagestone.validate.sides import WHAT, Event, ForwardPass, Prompt, first_place
 
 LARGEST = 64 << 20
@@ -168,7 +168,8 @@ def _surroundings(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     read: dict[str, dict[str, Any]] = {}
     for group, key in COMPARED:
         kind, values = int if (group, key) in NUMBERS else str, _field(table, group, dict)
-        absent = host != TRANSFORMERS and (group, key) in OF_HOSTS and key not in values
+        missable = (group, key) in OF_CONTAINERS or (host != TRANSFORMERS and (group, key) in OF_HOSTS)
+        absent = missable and key not in values
         read.setdefault(group, {})[key] = None if absent else _field(values, key, kind)
     return read
 

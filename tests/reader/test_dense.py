@@ -134,7 +134,8 @@ def test_costs_of_what_is_made_anew(workshop: Workshop) -> None:
     cast = dense_costs(container, DenseUse(use.names, use.tables, use.matrices, {norm: 1024}))
     assert cast.tensor_bytes == plain.tensor_bytes - 512 + 1024
     assert cast.loading_bytes == plain.loading_bytes + 512
-    whole = dense_costs(container, DenseUse(use.names))
-    assert (whole.row_bytes, whole.table_bytes) == (0, 0)
-    assert whole.tensor_bytes == plain.tensor_bytes + 1024 * 256 * 2
+    for whole in (dense_costs(container, DenseUse(use.names)), dense_costs(container, mode="resident")):
+        assert (whole.row_bytes, whole.table_bytes) == (0, 0)
+        assert whole.tensor_bytes == plain.tensor_bytes + 1024 * 256 * 2
+    assert dense_costs(container, mode="anew") == dense_costs(container, mode="buffered") == plain
     assert not any(n.startswith(("mtp.", "model.visual.")) for n in use.names)

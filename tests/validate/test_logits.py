@@ -18,7 +18,7 @@ from pagestone.formats.layer_file import read_sidecar
 from pagestone.reader.budget import all_records, row_sum_bytes
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, Layer, View, open_container
-from pagestone.reader.dense import dense_entries
+from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.files import DirectFile
 from pagestone.reader.hosts import transformers as host
 from pagestone.reader.model import NATIVE, PRODUCTS, REFERENCE
@@ -322,7 +322,7 @@ def test_which_reference_side(workshop: Workshop, monkeypatch: pytest.MonkeyPatc
             assert way == expected and ("are free" in why) == (way == "anew")
         every = all_records(session.container)
         rows = row_sum_bytes(session.container)
-        dense = sum(e.nbytes for _, e in dense_entries(session.container).values())
+        dense = dense_costs(session.container, mode="resident").resident
         for free, expected in ((every + rows + dense, "resident"), (every + rows + dense - 1, "anew")):
             monkeypatch.setattr(logits, "available_memory", lambda free=free: free)
             assert logits.reference_way(session, request(directory))[0] == expected
