@@ -286,14 +286,14 @@ class GeneratedStorage(FilesByName):
         return total
 
 
-def text_file(make: Callable[[], str]) -> File:
-    """A file of text, made when it is first asked for."""
-    return File((Given(lambda: make().encode()),))
+def given(make: Callable[[], bytes]) -> File:
+    """A file of bytes, made when they are first asked for."""
+    return File((Given(make),))
 
 
 def json_file(value: Any) -> File:
     """A file of JSON."""
-    return text_file(lambda: json.dumps(value, indent=2) + "\n")
+    return given(lambda: f"{json.dumps(value, indent=2)}\n".encode())
 
 
 def shard(tensors: Sequence[Tensor]) -> File:
@@ -518,7 +518,7 @@ class GeneratedCheckpoint(GeneratedStorage):
         ends = [byte_pairs.special(want.vocabulary, name) for name in ("<|im_end|>", "<|endoftext|>")]
         files["generation_config.json"] = json_file({"eos_token_id": ends})
         if want.vocabulary >= byte_pairs.SMALLEST:
-            files |= {name: text_file(make) for name, make in byte_pairs.files(want.vocabulary).items()}
+            files |= {name: given(make) for name, make in byte_pairs.files(want.vocabulary).items()}
         super().__init__(files)
 
 
@@ -544,7 +544,7 @@ def published(
     files |= {"config.json": json_file(config), INDEX: json_file({"metadata": index["metadata"], "weight_map": kept})}
     for side in ("generation_config.json",):
         if (root / side).exists():
-            files[side] = text_file((root / side).read_text)
+            files[side] = given((root / side).read_bytes)
     return GeneratedStorage(files)
 
 
