@@ -37,6 +37,7 @@ from kits.inference import command
 from kits.mutate import pick
 from kits.quantised import Fp8Spec
 from pagestone.formats import encodings, native
+from pagestone.formats.dense_matrices import ENCODED, KEEP, read_matrices
 from pagestone.formats.digests import container_id, digest, layer_digest
 from pagestone.formats.dtypes import E4M3_VALUES
 from pagestone.formats.encodings.fp8 import Fp8Source
@@ -191,6 +192,14 @@ class Bench:
             prepare(self.source, self._containers[codec], encodings.get(codec), workers=1)
         return self._containers[codec]
 
+    def encoded(self, dense: str) -> Path:
+        """A container whose dense matrices are encoded."""
+        key = f"dense-{dense}"
+        if key not in self._containers:
+            self._containers[key] = self.root / f"container-{key}"
+            prepare(self.source, self._containers[key], encodings.get("bf16"), workers=1, dense=dense)
+        return self._containers[key]
+
     @cached_property
     def unfinished(self) -> Path:
         """The output of a conversion that was stopped when one file was done."""
@@ -291,6 +300,9 @@ def _touch(root: Path) -> None:
         for matrix in (expert.gate, expert.up, expert.down):
             matrix.decode()
     read_sidecars(container)
+    dense = container.manifest.dense
+    for file in () if dense is None else dense.files:
+        read_matrices(root / file, dense, file)
     digests = RecordDigests(container)
     for layer in container.layers.values():
         digests.of(layer)
@@ -298,12 +310,12 @@ def _touch(root: Path) -> None:
 
 def _convert(source: Path, output: Path, random: Random) -> None:
     """Plan with a codec; sometimes convert. What was converted verifies against what it was made from."""
-    codec = pick(random, CODECS)
-    code, _ = told(f"prepare-{codec}", source, "--output", output, "--dry-run", *pick(random, ([], ["--json"])))
+    codec, dense = pick(random, CODECS), ["--dense", pick(random, (KEEP, *ENCODED))]
+    code, _ = told(f"prepare-{codec}", source, "--output", output, "--dry-run", *pick(random, ([], ["--json"])), *dense)
     if random.randrange(4):
         return
     try:
-        made, _ = told(f"prepare-{codec}", source, "--output", output, "--workers", "1")
+        made, _ = told(f"prepare-{codec}", source, "--output", output, "--workers", "1", *dense)
         if made == 0:
             if code:
                 raise Fault("a dry run refused what was converted")
@@ -381,7 +393,7 @@ def _tensors(bench: Bench, random: Random) -> None:
 
 @_case
 def _manifest(bench: Bench, random: Random) -> None:
-    root = bench.container(pick(random, CODECS))
+    root = bench.container(pick(random, CODECS)) if random.randrange(2) else bench.encoded(pick(random, ENCODED))
     path = root / MANIFEST
     changed = mutate.damaged_json(random, path.read_bytes(), mutate.compact)
     if random.randrange(4):  # its own digest is right again, and perhaps its container id
@@ -399,7 +411,10 @@ def _signed(raw: bytes, *, whole: bool) -> bytes:
         if whole:
             codec = table["codec"]
             files = {n: bytes.fromhex(e["xxh3_128"]) for n, e in table["files"].items() if n not in NOT_IN_ID}
-            table["container_id"] = container_id(files, codec["name"], codec["parameters"], SPEC_VERSION).hex()
+            dense = table.get("dense")
+            encoded = None if dense is None else {key: dense[key] for key in ("codec", "parameters")}
+            found = container_id(files, codec["name"], codec["parameters"], SPEC_VERSION, encoded)
+            table["container_id"] = found.hex()
         table["digest"] = digest(mutate.canonical(table)).hex()
         return mutate.canonical(table)
     except (LookupError, ValueError, AttributeError, TypeError, RecursionError):
@@ -425,6 +440,27 @@ def _dense(bench: Bench, random: Random) -> None:
     path = pick(random, sorted(root.glob("dense*.safetensors")))
     with _holding(path, mutate.damaged_safetensors(random, path.read_bytes())), _vouched(root, path.name):
         _read_container(root)
+
+
+@_case
+def _matrices(bench: Bench, random: Random) -> None:
+    """A file of encoded dense matrices, or what the manifest says of it; both vouched for."""
+    root = bench.encoded(pick(random, ENCODED))
+    path, manifest = next(root.glob("matrices-*.safetensors")), root / MANIFEST
+    kind = random.randrange(3)
+    if kind == 0:
+        with _holding(path, mutate.damaged_safetensors(random, path.read_bytes())), _vouched(root, path.name):
+            _read_container(root)
+    elif kind == 1:
+        header, data = mutate.split(path.read_bytes())
+        with _holding(path, mutate.joined(header, mutate.damaged(random, data))), _vouched(root, path.name):
+            _read_container(root)
+    else:
+        table = json.loads(manifest.read_bytes())
+        dense = mutate.damaged_json(random, mutate.canonical(table["dense"]), mutate.compact)
+        raw = manifest.read_bytes().replace(mutate.canonical(table["dense"]), dense, 1)
+        with _holding(manifest, _signed(raw, whole=True)):
+            _read_container(root)
 
 
 @_case
