@@ -16,9 +16,12 @@ from pathlib import Path, PurePosixPath
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes this process may still take; None if nothing tells. `root` is where /proc and /sys are, for tests."""
-    rooms = [room for group in _groups(root) for room in group.rooms()]
-    free = _free(root)
-    return min([*rooms, *([] if free is None else [free])], default=None)
+    return min((n for n in (group_room(root), _free(root)) if n is not None), default=None)
+
+
+def group_room(root: Path = Path("/")) -> int | None:
+    """Bytes that control groups leave this process; None where none limits it."""
+    return min((room for group in _groups(root) for room in group.rooms()), default=None)
 
 
 def _free(root: Path) -> int | None:

@@ -39,6 +39,9 @@ def register(app: typer.Typer) -> None:
     app.command("compare", help="Measure what a codec costs: KL, top-1, perplexity and answers against the source.")(
         _compare
     )
+    app.command("doctor", help="Say what is wrong with a directory or this machine, what to expect, what would help.")(
+        _doctor
+    )
 
 
 def opener(path: str | os.PathLike[str]) -> Container:
@@ -192,3 +195,20 @@ def _compare(
     )  # fmt: skip
     result = fidelity.compare(request, _progress)
     print(json.dumps(result.table(), indent=1) if as_json else result.text())
+
+
+def _doctor(
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of a container or of a checkpoint.", metavar="DIRECTORY", parser=named)
+    ],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory for everything, such as 4GiB, to plan for. Default: what is free.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from pagestone.reader.budget import parse_size
+    from pagestone.validate.doctor import diagnose
+
+    report = diagnose(directory, None if memory is None else parse_size(memory, "--memory"))
+    print(json.dumps(report.table(), indent=1) if as_json else report.text())
+    raise typer.Exit(report.exit_code)

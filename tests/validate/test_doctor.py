@@ -1,0 +1,478 @@
+"""The doctor: goes on after every problem, and foretells from what is really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.cli import pagestone
+from kits.inference import TINY, Workshop, command
+
+from pagestone.formats import encodings, native
+from pagestone.formats.errors import RequestError
+from pagestone.formats.storage import DirectFile
+from pagestone.reader import libraries
+from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
+from pagestone.reader.container import open_container
+from pagestone.reader.dense_costs import dense_costs
+from pagestone.reader.memory import available_memory, group_room
+from pagestone.validate import doctor, rates
+from pagestone.validate.doctor import Report, diagnose
+from pagestone.validate.examined import Findings, as_if, examine
+from pagestone.validate.forecast import (
+    CALL,
+    EXPERT_CALLS,
+    LAYER_CALLS,
+    STATE_PASSES,
+    Help,
+    Rates,
+    Work,
+    arithmetic,
+    best,
+    faster_disk,
+    forecast,
+)
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("doctor"))
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real measurements, but short ones."""
+    monkeypatch.setattr(rates, "SECONDS", 0.001)
+    monkeypatch.setattr(rates, "DISK_SECONDS", 0.02)
+    for name in ("ROOM", "TORCH_ROOM"):
+        monkeypatch.setattr(rates, name, 1 << 20)
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a base installation."""
+
+    def require(*packages: str) -> None:
+        raise RequestError("torch is needed to run a model and is not installed", code="E1220", remedy="install it")
+
+    monkeypatch.setattr(libraries, "require", require)
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+
+
+def codes(report: Report) -> list[str]:
+    return [f.code for f in report.findings]
+
+
+def assert_rest(report: Report) -> None:
+    """What does not depend on the directory is there, in the text too."""
+    assert report.processor.kernels in report.processor.possible and report.memory.total > 0
+    text = report.text()
+    assert "processor:" in text and "memory:" in text and "disk:" in text
+    for finding in report.findings:
+        assert finding.code in text and finding.what and finding.remedy, finding
+    assert json.loads(json.dumps(report.table()))["findings"] == [f.table() for f in report.findings]
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("codec", ["int8", "q4"])
+def test_a_container(workshop: Workshop, codec: str) -> None:
+    """Its own records are read, its own plan is made, and the forecast is for this cap, half and double."""
+    path = workshop.container(codec)
+    report = diagnose(path, 3 * GIB)
+    container = open_container(path)
+    assert codes(report) == [] and report.exit_code == 0 and report.kind == "container"
+    assert report.plan is not None and report.plan.cap == 3 * GIB and report.plan.records == all_records(container)
+    assert report.plan.line("tokenizer") > 0 and report.plan.line("row sums of experts") == row_sum_bytes(container)
+    assert report.disk is not None and report.rates is not None and report.rates.disk == report.disk.rate
+    assert report.disk.size == largest_record(container)
+    assert [(row.codec, row.cap) for row in report.rows] == [(codec, 3 * GIB), (codec, 3 * GIB // 2), (codec, 6 * GIB)]
+    for row in report.rows:
+        assert row.token is not None and row.token.work.held == 1 and row.token.reading == 0
+        assert row.token.work.record == largest_record(container) and row.token.work.chosen == 4
+    assert report.conversions == []
+    table = report.table()
+    assert table["processor"]["kernels"] == native.isa() and table["disk"]["mode"] in ("direct", "buffered")
+    assert table["memory"]["plan"]["lines"] and set(table["products"]) == set(encodings.registry())
+    assert_rest(report)
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_checkpoint(workshop: Workshop) -> None:
+    """Every codec at every cap, and what conversion would take: bytes as they really become."""
+    report = diagnose(TINY, 2 * GIB)
+    assert report.kind == "checkpoint" and codes(report) == []
+    names = set(encodings.registry())
+    assert {(row.codec, row.cap) for row in report.rows} == {(n, c * GIB) for n in names for c in (1, 2, 4)}
+    made = {c.codec: c for c in report.conversions}
+    assert set(made) == names
+    for name in ("int8", "q4"):
+        files = open_container(workshop.container(name)).manifest.files
+        tensors = sum(f.nbytes for n, f in files.items() if n.endswith(".safetensors") and "rowsum" not in n)
+        assert made[name].bytes_out == tensors
+        assert made[name].room and made[name].seconds == max(made[name].encoding, made[name].moving or 0) > 0
+    assert report.disk is not None
+    for row in made.values():
+        assert row.moving == pytest.approx((row.bytes_in + row.bytes_out) / report.disk.rate)
+    assert_rest(report)
+
+
+def test_as_if_is_what_conversion_makes(workshop: Workshop) -> None:
+    """Sizes of a codec that was not made, from a checkpoint and from another container: those of the container."""
+    for start in (TINY, workshop.container("q4")):
+        known = examine(start, Findings())
+        assert known.container is not None
+        for name in ("bf16", "int8", "q4"):
+            real, made = open_container(workshop.container(name)), as_if(known.container, encodings.get(name))
+            assert all_records(made) == all_records(real) and largest_record(made) == largest_record(real)
+            assert row_sum_bytes(made) == row_sum_bytes(real), name
+            assert dense_costs(made) == dense_costs(real)
+            assert known.work(made, MIB) == examine(workshop.container(name), Findings()).work(real, MIB)
+
+
+@pytest.mark.parametrize("word", ["int8", "q4"])
+def test_dense_as_if(workshop: Workshop, word: str) -> None:
+    """What --dense would make of the dense matrices: as many bytes as in a container that has it."""
+    plain = examine(workshop.container("int8"), Findings())
+    there = examine(workshop.container("int8", dense=word), Findings())
+    assert plain.container is not None and there.container is not None
+    work = plain.work(plain.container, MIB)
+    changed, real = plain.with_dense(work, word), there.work(there.container, MIB)
+    assert changed is not None and changed.encoded == real.encoded > 0 and changed.dense == word == real.dense
+    assert changed.plain == pytest.approx(real.plain, rel=0.01) and changed.plain < work.plain
+    assert changed.cached == min(work.records, work.cached + work.plain - changed.plain - changed.encoded)
+    assert there.with_dense(real, "q4") is None, "encoded already"
+    assert plain.with_dense(work, "keep") is None
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_cap_that_misses(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half the records in memory the disk counts, and more memory helps."""
+    path = workshop.container("int8")
+    records = all_records(open_container(path))
+    plan = diagnose(path, 4 * GIB).plan
+    assert plan is not None
+    real = doctor._plan
+
+    def small(held: Any, container: Any, cap: int) -> Any:
+        found = real(held, container, 4 * GIB)
+        object.__setattr__(found, "cache_bytes", int(records * min(1, cap / (8 * GIB))))
+        return found
+
+    monkeypatch.setattr(doctor, "_plan", small)
+    slow = rates.DiskRate(10e6, "direct", MIB, 9, 0.1, 2)
+    monkeypatch.setattr(doctor, "disk_rate", lambda files, size: slow)
+    report = diagnose(path, 4 * GIB)
+    now, half, double = (row.token for row in report.rows)
+    assert now is not None and half is not None and double is not None and report.rates is not None
+    assert now.work.held == pytest.approx(0.5) and now.reading == pytest.approx(now.work.used / 2 / report.rates.disk)
+    assert half.seconds > now.seconds > double.seconds and double.reading == 0
+    assert "--memory 8.00 GiB" in [h.what for h in report.helps] and "a disk 2 times as fast" in report.text()
+    assert [h.token.per_second for h in report.helps] == sorted(
+        (h.token.per_second for h in report.helps), reverse=True
+    )
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief")
+class TestGoesOn:
+    """After each problem the rest is said."""
+
+    def test_no_torch(self, workshop: Workshop, without_torch: None) -> None:
+        report = diagnose(workshop.container("int8"), GIB)
+        assert codes(report) == ["E1220"] and report.exit_code == 0 and report.findings[0].severity == "warning"
+        assert report.processor.torch is None and report.rates is not None and report.rates.call == CALL
+        assert report.rates.linear == report.rates.products["bf16"]
+        assert report.plan is not None and all(row.token for row in report.rows if row.cap >= GIB)
+        assert "torch is not installed" in report.text()
+        assert_rest(report)
+
+    def test_a_broken_torch(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(libraries, "require", lambda *_: None)
+        monkeypatch.setitem(sys.modules, "torch", None)
+        report = diagnose(workshop.container("int8"), GIB)
+        assert codes(report) == ["E1346"] and report.exit_code == 2 and report.plan is not None
+        assert_rest(report)
+
+    @pytest.mark.parametrize("text", [b"{}", b"", b"\xff"])
+    def test_a_broken_manifest(self, workshop: Workshop, tmp_path: Path, text: bytes) -> None:
+        path = workshop.copy("int8", tmp_path / "c")
+        (path / "manifest.json").write_bytes(text)
+        report = diagnose(path, GIB)
+        assert codes(report)[0].startswith("E03") and report.exit_code == 1 and report.plan is None
+        assert report.disk is not None and report.disk.reads > 0, "files are there, whatever the manifest says"
+        assert_rest(report)
+
+    def test_files_that_are_missing(self, workshop: Workshop, tmp_path: Path) -> None:
+        """Every layer that cannot be opened is named, not the first alone."""
+        path = workshop.copy("int8", tmp_path / "c")
+        files = [layer.path.name for layer in open_container(path).layers.values()]
+        for name in files[:2]:
+            (path / name).unlink()
+        report = diagnose(path, GIB)
+        told = " ".join(f.what for f in report.findings)
+        assert "E0332" in codes(report) and all(name in told for name in files[:2])
+        assert report.exit_code != 0 and report.disk is not None
+        assert_rest(report)
+
+    def test_a_side_file_that_was_changed(self, workshop: Workshop, tmp_path: Path) -> None:
+        """What run would refuse is a finding; sizes are known all the same, and so is the forecast."""
+        path = workshop.copy("int8", tmp_path / "c")
+        text = (path / "generation_config.json").read_bytes()
+        (path / "generation_config.json").write_bytes(text[:-1] + b" ")
+        report = diagnose(path, GIB)
+        assert codes(report) == ["E1216"] and report.exit_code == 1
+        assert report.plan is not None and report.rows[0].token is not None
+        assert_rest(report)
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        path = tmp_path / "c"
+        shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("tokenizer*"))
+        report = diagnose(path, GIB)
+        assert codes(report) == ["E1230"] and report.exit_code == 0 and report.plan is not None
+        assert_rest(report)
+
+    def test_a_cap_that_is_too_small(self, workshop: Workshop) -> None:
+        report = diagnose(workshop.container("int8"), 300 * MIB)
+        assert codes(report) == ["E1271"] and report.exit_code == 2 and report.plan is None
+        assert [row.token is None for row in report.rows] == [True, True, False] or report.rows[2].token is None
+        assert "at least" in report.rows[0].refused and report.disk is not None
+        assert_rest(report)
+
+    def test_more_than_is_free(self, workshop: Workshop) -> None:
+        asked = 2 * (available_memory() or 0)
+        report = diagnose(workshop.container("int8"), asked)
+        assert codes(report) == ["W1341"] and report.plan is not None and report.memory.cap == asked
+        assert_rest(report)
+
+    def test_without_memory_what_is_free_counts(self, workshop: Workshop) -> None:
+        report = diagnose(workshop.container("int8"))
+        assert report.memory.cap == report.memory.available and not report.memory.asked
+        assert "what is free" in report.text()
+
+    def test_a_checkpoint_that_cannot_be_planned(self, tmp_path: Path) -> None:
+        path = tmp_path / "c"
+        shutil.copytree(TINY, path)
+        shard = sorted(path.glob("*.safetensors"))[0]
+        shard.write_bytes(shard.read_bytes()[:-1])
+        report = diagnose(path, GIB)
+        assert report.exit_code == 1 and shard.name in report.findings[0].what and report.disk is not None
+        assert_rest(report)
+
+    def test_holes(self, tmp_path: Path) -> None:
+        """A file with holes is on no disk; the others are measured."""
+        path = tmp_path / "c"
+        shutil.copytree(TINY, path)
+        shard = sorted(path.glob("*.safetensors"))[0]
+        head, size = shard.read_bytes()[: 64 << 10], shard.stat().st_size
+        shard.write_bytes(head)
+        os.truncate(shard, size)
+        report = diagnose(path, GIB)
+        assert codes(report) == ["W1343"] and shard.name in report.findings[0].what and report.disk is not None
+        assert_rest(report)
+
+    def test_no_direct_reads(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rates, "DirectFile", lambda path: DirectFile(path, direct=False))
+        report = diagnose(workshop.container("int8"), GIB)
+        assert codes(report) == ["W1342"] and report.disk is not None and report.disk.mode == "buffered"
+        assert "through the page cache" in report.text()
+        assert_rest(report)
+
+    def test_slow_kernels(self, workshop: Workshop) -> None:
+        with native.forced(native.NUMPY):
+            report = diagnose(workshop.container("int8"), GIB)
+        assert "W1340" in codes(report) or native.available() == (native.NUMPY,)
+        assert report.processor.kernels == native.NUMPY and report.rows[0].token is not None
+        assert_rest(report)
+
+    def test_an_isa_that_is_not_there(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_current", None)
+        monkeypatch.setenv(native.VARIABLE, "mmx")
+        report = diagnose(workshop.container("int8"), GIB)
+        assert codes(report)[0] == "E0111" and report.exit_code == 2 and report.rows[0].token is not None
+        assert_rest(report)
+
+    def test_no_room_for_a_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "disk_space", lambda path: 11 * MIB)
+        report = diagnose(TINY, GIB)
+        rooms = {c.codec: c.room for c in report.conversions}
+        assert codes(report) == ["W1349"] and rooms["q4"] and not rooms["bf16"] and "bf16" in report.findings[0].what
+        assert_rest(report)
+
+    def test_neither(self, tmp_path: Path) -> None:
+        for path in (tmp_path / "nothing", tmp_path):
+            report = diagnose(path, GIB)
+            assert codes(report)[0] == "E0331" and report.exit_code == 2 and report.kind == "neither"
+            assert_rest(report)
+
+    def test_a_file_that_cannot_be_read(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = doctor.has_holes
+
+        def refuse(path: Path) -> bool:
+            if "layers-0." in path.name or path.name.startswith("layers-00"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(doctor, "has_holes", refuse)
+        report = diagnose(workshop.container("int8"), GIB)
+        assert codes(report) == ["E1031"] and report.exit_code == 3 and report.disk is not None
+        assert_rest(report)
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_of_a_disk_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that gives so many bytes a second, to all readers together, is measured so; a slow one in small pieces."""
+    path = tmp_path / "f"
+    path.write_bytes(bytes(8 * MIB))
+    lock, speed = threading.Lock(), 0.0
+
+    def slowly(self: DirectFile, target: memoryview, offset: int) -> int:
+        with lock:
+            time.sleep(len(target) / speed)
+        return len(target)
+
+    monkeypatch.setattr(DirectFile, "read_into", slowly)
+    for speed in (400e6, 20e6, 1e6):
+        begun = time.perf_counter()
+        found = rates.disk_rate([path], 3 * MIB, seconds=0.3)
+        assert found is not None and 0.6 * speed < found.rate < 1.05 * speed, (speed, found)
+        assert time.perf_counter() - begun < 3, "a disk of a megabyte a second is not read for long"
+    (tmp_path / "g").write_bytes(b"x")
+    assert rates.disk_rate([tmp_path / "g"], MIB) is None, "less than a page"
+
+
+def test_reads_stay_within_files(tmp_path: Path) -> None:
+    """Files of pages and a bit, records larger than one: nothing beyond the last whole page is asked for."""
+    for number, size in enumerate((4096, 5000, 3 * 4096)):
+        (tmp_path / str(number)).write_bytes(os.urandom(size))
+    found = rates.disk_rate(sorted(tmp_path.iterdir()), 4 * 4096, seconds=0.02)
+    assert found is not None and found.reads > 0 and 4096 <= found.size <= 3 * 4096
+
+
+def test_rates_of_arithmetic() -> None:
+    """Products and encoders go at some speed, and twice the work takes twice as long."""
+    for name in encodings.registry():
+        codec = encodings.get(name)
+        assert 1e6 < rates.encode_rate(codec, 128, 256) < 1e12 and 1e6 < rates.product_rate(codec, 128, 256, 1) < 1e12
+    short, long = (rates.repeated(lambda n=n: time.sleep(n)) for n in (0.002, 0.004))
+    assert 1.5 < long / short < 2.5
+
+
+def test_the_groups_room(tmp_path: Path) -> None:
+    """What control groups leave, apart from what the machine has."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1000 kB\n")
+    assert group_room(tmp_path) is None and available_memory(tmp_path) == 1024000
+    group = tmp_path / "sys/fs/cgroup/g"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/g\n")
+    (tmp_path / "proc/self/mountinfo").write_text("30 25 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    for limit, room in ((500_000, 400_000), (5_000_000, 4_900_000)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("100000\n")
+        assert group_room(tmp_path) == room and available_memory(tmp_path) == min(room, 1024000)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+WORK = Work(
+    codec="int8", layers=2, depth=3, chosen=4, record=MIB, records=64 * MIB, plain=100 * MIB, cached=16 * MIB,
+    state=MIB, encoded=10 * MIB, dense="q4",
+)  # fmt: skip
+RATES = Rates({"int8": 1000 * MIB, "q4": 500 * MIB}, linear=2000 * MIB, disk=50 * MIB, call=1e-6)
+
+
+def test_a_forecast_by_hand() -> None:
+    """Every part of a token, and the sum."""
+    token = forecast(WORK, RATES)
+    assert (WORK.used, WORK.held, WORK.missed) == (8 * MIB, 0.25, 6 * MIB)
+    assert token.dense == pytest.approx((100 + STATE_PASSES) / 2000 + 10 / 500)
+    assert token.calls == pytest.approx(3 * LAYER_CALLS * 1e-6)
+    assert token.multiplying == pytest.approx(8 / 1000 + 8 * EXPERT_CALLS * 1e-6)
+    assert token.reading == pytest.approx(6 / 50) and token.reading > token.multiplying
+    assert token.last == pytest.approx(0.75 * token.multiplying / 4)
+    assert token.seconds == pytest.approx(token.dense + token.calls + token.reading + token.last)
+    assert token.per_second == pytest.approx(1 / token.seconds)
+    text = " ".join(arithmetic(token, RATES))
+    for said in ("75.0 % of 8.00 MiB", "50.00 MiB/s", "2 layers x 4 experts", f"{1000 * token.seconds:.1f} ms"):
+        assert said in text
+
+
+def test_products_count_where_they_take_longer() -> None:
+    """Reads that are done before the products are hidden behind them, but for the last expert."""
+    token = forecast(WORK, replace(RATES, disk=50 * GIB))
+    assert token.seconds == pytest.approx(token.dense + token.calls + token.multiplying + token.last)
+    held = forecast(replace(WORK, cached=64 * MIB), RATES)
+    assert held.reading == 0 and held.last == 0
+
+
+def test_a_disk_not_known() -> None:
+    """Nothing is foretold of reads at no rate; without reads it is."""
+    unknown = replace(RATES, disk=None)
+    token = forecast(WORK, unknown)
+    assert token.reading is None and token.seconds is None and token.per_second is None
+    assert "not known" in arithmetic(token, unknown)[-1] and best(token, [faster_disk(WORK, RATES)]) == []
+    assert forecast(replace(WORK, cached=WORK.records), unknown).per_second is not None
+
+
+def test_what_helps_comes_first() -> None:
+    """The most helpful change first, what helps nothing not at all."""
+    now = forecast(WORK, RATES)
+    disk = faster_disk(WORK, RATES)
+    assert disk.token.reading == pytest.approx(now.reading / 2 if now.reading else 0)
+    more = Help("more", forecast(replace(WORK, cached=WORK.records), RATES))
+    assert [h.what for h in best(now, [Help("same", now), disk, more])] == ["more", "a disk 2 times as fast"]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_command(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results on stdout, in words or as JSON; exit codes of the findings."""
+    path = workshop.container("int8")
+    assert command("doctor", path, "--memory", "2GiB", "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["kind"] == "container" and table["memory"]["cap"] == 2 * GIB and table["findings"] == []
+    assert command("doctor", path, "--memory", "much") == 2
+    assert "E1241" in capsys.readouterr().err
+    assert command("doctor", path, "--memory", "200MiB") == 2
+    out, err = capsys.readouterr()
+    assert "E1271" in out and "what to do: give --memory" in out and err == ""
+
+
+def test_little_of_the_processor(tmp_path: Path, oracle: Callable[[str], Any]) -> None:
+    """At most five CPU seconds, torch and all, on a checkpoint of 22,213 tensors, of which 200 MB are no holes."""
+    for name in ("torch", "transformers"):
+        oracle(name)
+    root = tmp_path / "sparse"
+    subprocess.run([sys.executable, str(SCRIPTS / "make_sparse.py"), str(root)], check=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = pagestone("doctor", root, "--memory", "8GiB", "--json", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    table = json.loads(result.stdout)
+    assert table["kind"] == "checkpoint" and {f["code"] for f in table["findings"]} >= {"W1343", "W1344"}
+    assert len(table["forecast"]) == 3 * len(encodings.registry()) and table["disk"] is None
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime <= 5.0

@@ -1,0 +1,269 @@
+"""What a directory holds, for the doctor: a container, or a checkpoint as the containers it could become.
+
+No weight is read: sizes follow from headers. What is wrong is told and not raised, as long as anything can still be
+said of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pagestone.convert import families
+from pagestone.convert.checkpoint import CONFIG
+from pagestone.convert.family import depth_of
+from pagestone.convert.matrices import dense_codec, unfit
+from pagestone.convert.plan import Plan, Request, make_plan
+from pagestone.formats import encodings
+from pagestone.formats.dense_matrices import PlacedMatrix
+from pagestone.formats.dtypes import Array
+from pagestone.formats.encodings import Codec
+from pagestone.formats.errors import PagestoneError
+from pagestone.formats.layer_file import LayerHeader, sidecar_name
+from pagestone.formats.layout import matrix_record
+from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest, read_manifest
+from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.reader.budget import all_records
+from pagestone.reader.configs import read_config
+from pagestone.reader.container import Beside, Container, Layer, open_container, open_to_run
+from pagestone.reader.dense import dense_entries, encoded_matrices
+from pagestone.reader.dense_costs import dense_costs
+from pagestone.reader.footprint import Footprint, Sizes, footprint
+from pagestone.reader.made import MadeContainer
+from pagestone.reader.memory_plan import TOKENIZER, VOCABULARY, Line
+from pagestone.reader.text import TOKENIZER_FILES
+from pagestone.validate.findings import ERROR, UNREAD, WARNING
+from pagestone.validate.forecast import Work
+
+T = TypeVar("T")
+CONTAINER, CHECKPOINT, NEITHER = "container", "checkpoint", "neither"
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "top_k")
+"""What configs call the experts of a layer that a token goes through."""
+USUAL = 8
+"""The number of them where a config does not say."""
+CODES = ("F8_E4M3", "F8_E5M2")
+"""Types of dense tensors that are decoded to twice their bytes when a model is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One finding: a code, what was found, and what to do."""
+
+    severity: str
+    code: str
+    what: str
+    remedy: str
+    exit_code: int = 0
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        return {"severity": self.severity, "code": self.code, "what": self.what, "remedy": self.remedy}
+
+
+class Findings(list[Diagnosis]):
+    """Diagnoses in the order in which they were made."""
+
+    def warn(self, code: str, what: str, remedy: str) -> None:
+        """Something to know that stops nothing."""
+        self.append(Diagnosis(WARNING, code, what, remedy))
+
+    def of(self, error: PagestoneError, severity: str = ERROR) -> None:
+        """An error that another room raised, once."""
+        where = "".join(f"{part}: " for part in (error.file, error.tensor) if part)
+        exit_code = error.exit_code if severity == ERROR else 0
+        found = Diagnosis(severity, error.code, where + error.message, error.remedy or "", exit_code)
+        if found not in self:
+            self.append(found)
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None if it fails, which is a finding: what comes after it goes on."""
+        try:
+            return work()
+        except PagestoneError as error:
+            self.of(error)
+        except OSError as error:
+            found = f"{error.filename}: {error.strerror or error}"
+            self.append(Diagnosis(ERROR, UNREAD, found, "give yourself the right to read it, or restore it", 3))
+        return None
+
+
+@dataclass
+class Examined:
+    """A directory, and what of it could be opened; `container` is what would be run."""
+
+    path: Path
+    kind: str
+    container: Container | None = None
+    plan: Plan | None = None
+
+    @cached_property
+    def _config(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return read_config(self.path)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Beside the weights; raises as `read_config`."""
+        return footprint(self.path)
+
+    @cached_property
+    def chosen(self) -> int:
+        """Experts of a layer that a token goes through."""
+        return Sizes(self._config[1], 2).number(*CHOSEN, default=USUAL)
+
+    @cached_property
+    def depth(self) -> int:
+        """Layers of all kinds."""
+        return Sizes(self._config[1], 2).number("num_hidden_layers")
+
+    @property
+    def tokenizer(self) -> Line | None:
+        """What the tokenizer among the files will take; None without one."""
+        sizes = [p.stat().st_size for name in TOKENIZER_FILES if (p := self.path / name).is_file()]
+        return Line(VOCABULARY, TOKENIZER * max(sizes), "estimated", "by the size of its file") if sizes else None
+
+    def files(self) -> list[Path]:
+        """The files that experts are read from; where those are not known, whatever tensors there are."""
+        if self.kind == CONTAINER and self.container is not None:
+            named = [layer.path for layer in self.container.layers.values()]
+        elif self.plan is not None:
+            named = [self.path / shard for shard in self.plan.checkpoint.shards]
+        else:
+            named = sorted(self.path.glob("*.safetensors"))
+        return [path for path in named if path.is_file()]
+
+    def work(self, container: Container, cached: int) -> Work:
+        """What a token takes of a container (this one, or as if) with so many bytes of cache."""
+        costs, dense = dense_costs(container), container.manifest.dense
+        return Work(
+            container.manifest.codec, len(container.layers), max(self.depth, len(container.layers)), self.chosen,
+            all_records(container) // max(1, sum(map(len, container.layers.values()))), all_records(container),
+            costs.tensor_bytes + _decoded(container), min(cached, all_records(container)), self.footprint.fixed_bytes,
+            costs.matrix_bytes, None if dense is None else dense.codec,
+        )  # fmt: skip
+
+    def with_dense(self, work: Work, word: str) -> Work | None:
+        """`work` if dense matrices were encoded as `--dense` with this word would; None where that changes nothing."""
+        family, codec = families.of_config(self._config[0]), dense_codec(word)
+        if family is None or codec is None or self.container is None or work.encoded:
+            return None
+        depth, gone, made = depth_of(self._config[1]) or 0, 0, 0
+        for name, (_, entry) in dense_entries(self.container).items():
+            module = name.removesuffix(".weight")
+            if len(entry.shape) != 2 or module == name or not family.encodes(module, depth):
+                continue
+            if unfit(codec, *entry.shape) is None:
+                gone += entry.nbytes
+                made += matrix_record(codec, *entry.shape).nbytes
+        if not made:
+            return None
+        cached = min(work.records, work.cached + gone - made)
+        return replace(work, plain=work.plain - gone, encoded=made, dense=word, cached=cached)
+
+
+def _decoded(container: Container) -> int:
+    """Bytes that decoding FP8 codes of dense tensors adds."""
+    return sum(entry.nbytes for _, entry in dense_entries(container).values() if entry.dtype in CODES)
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def examine(path: Path, findings: Findings) -> Examined:
+    """What `path` holds. What cannot be opened is a finding."""
+    if (path / MANIFEST).exists() or (path / PARTIAL).exists():
+        return Examined(path, CONTAINER, findings.attempt(lambda: open_to_run(path)) or _damaged(path, findings))
+    if not (path / CONFIG).is_file():
+        findings.attempt(lambda: open_container(path))
+        return Examined(path, NEITHER)
+    plan = findings.attempt(lambda: make_plan(Request(path, encodings.get("bf16"))))
+    if plan is None:
+        return Examined(path, CHECKPOINT)
+    for warning in plan.warnings:
+        findings.warn("W1345", warning, "nothing, if it is meant to be so")
+    container = of_headers(path, plan.codec, [t.header for t in plan.layers], _Planned(plan))
+    return Examined(path, CHECKPOINT, container, plan)
+
+
+def _damaged(path: Path, findings: Findings) -> Container | None:
+    """What there is of a container that cannot be opened: None if its tables do not say how large its parts are."""
+    try:
+        container = Container(path, read_manifest(path / MANIFEST))
+    except (PagestoneError, OSError):  # told already
+        return None
+    before = len(findings)
+    for layer in (*container.layers.values(), *container.mtp.values()):
+        findings.attempt(lambda layer=layer: layer.header)  # type: ignore[misc]
+    findings.attempt(lambda: dense_entries(container))
+    findings.attempt(lambda: encoded_matrices(container))
+    return container if len(findings) == before else None
+
+
+# -- as if ------------------------------------------------------------------------------------------------------------
+
+
+class _Planned:
+    """A `Maker` that knows sizes and makes nothing, of a plan or of a container."""
+
+    def __init__(self, known: Plan | Container) -> None:
+        self._matrices: Mapping[str, PlacedMatrix] = {}
+        if isinstance(known, Container):
+            self._dense: Mapping[str, tuple[str, TensorEntry]] = dense_entries(known)
+            self._matrices = encoded_matrices(known)
+        else:
+            self._dense = {
+                t.name: (shard.name, TensorEntry(t.name, t.dtype, t.shape, 0, t.nbytes))
+                for shard in known.dense
+                for t in shard.tensors
+            }
+
+    def record(self, layer: Layer, expert: int, into: memoryview) -> None:
+        raise NotImplementedError
+
+    def beside(self, layer: Layer) -> Beside:
+        raise NotImplementedError
+
+    def dense_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
+        return self._dense
+
+    def dense(self, name: str) -> Array:
+        raise NotImplementedError
+
+    def matrices(self) -> Mapping[str, PlacedMatrix]:
+        return self._matrices
+
+    def matrix(self, name: str, into: memoryview) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def of_headers(
+    path: Path, codec: Codec, headers: Iterable[LayerHeader], maker: _Planned, like: Manifest | None = None
+) -> MadeContainer:
+    """A container of these layers that only has sizes; its dense matrices are those of `like`."""
+    made = [replace(h, codec=codec) for h in headers]
+    names = [f"{h.block}-{h.layer}.safetensors" for h in made]
+    entries = tuple(
+        LayerEntry(name, h.block, h.layer, h.count, sidecar_name(name) if any(h.sidecar_tensors()) else None)
+        for name, h in zip(names, made, strict=True)
+    )
+    manifest = Manifest(codec.name, codec.parameters, False, None, {}, entries)
+    if like is not None:
+        manifest = replace(manifest, dense=like.dense)
+    return MadeContainer(path, manifest, made, maker, "as if")
+
+
+def as_if(container: Container, codec: Codec) -> MadeContainer:
+    """`container` with its experts in another codec. Raises `LayoutError` where that cannot hold them."""
+    headers = [layer.header for layer in (*container.layers.values(), *container.mtp.values())]
+    return of_headers(container.path, codec, headers, _Planned(container), container.manifest)
+
+
+def codecs() -> Iterator[Codec]:
+    """Every codec that experts can be converted to, with its default options."""
+    for name in encodings.registry():
+        yield encodings.get(name)
