@@ -139,3 +139,21 @@ def test_costs_of_what_is_made_anew(workshop: Workshop) -> None:
         assert whole.tensor_bytes == plain.tensor_bytes + 1024 * 256 * 2
     assert dense_costs(container, mode="anew") == dense_costs(container, mode="buffered") == plain
     assert not any(n.startswith(("mtp.", "model.visual.")) for n in use.names)
+
+
+def test_what_others_are_made_of_can_be_let_go(workshop: Workshop) -> None:
+    """A tensor that is cast has memory of its own: letting it go frees it, whatever is kept of its file."""
+    container = open_container(workshop.container("int8"))
+    names = sorted(likely_use(container).names)
+    dense = load_dense(container, names, "direct", passing=names[3:5])
+
+    def memory(name: str) -> int:
+        array = dense.arrays[name]
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        return array.ctypes.data
+
+    shared = {memory(n) for n in names[:3] + names[5:]}
+    assert len({memory(n) for n in names[3:5]} - shared) == 2
+    plain = load_dense(container, names, "direct")
+    assert all(np.array_equal(plain.arrays[n], dense.arrays[n]) for n in names)

@@ -4,6 +4,8 @@ what the codec's product gives, to the last bit."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.families import LONG, MODELS, SIZES, build
+from kits.families import LONG, MODELS, SIZES, build, read_tensors, write_tensors
 from kits.inference import TINY, Workshop, calm, equal, logits_of, sequence
 from kits.inference import model as any_model
 
@@ -360,3 +362,75 @@ def test_a_tied_head_that_is_encoded(workshop: Workshop, built: Any, io: str) ->
     assert bool(loaded.tables) == (io == "direct")
     assert equal(logits_of(plain, sequence(20, 200), 3), logits_of(loaded, sequence(20, 200), 3))
     loaded.close()
+
+
+def test_a_tied_head_that_is_kept_needs_the_table(workshop: Workshop, built: Any) -> None:
+    """It is loaded whole, once for both; also where the caller brings it by rows."""
+    source = built("qwen3_moe", tie_word_embeddings=True)
+    container = open_container(workshop.container("bf16", source))
+    wanted = logits_of(host.plain_model(source), sequence(20, 200), 2)
+    name = "model.embed_tokens.weight"
+    names = host.dense_use(container).names
+    given = load_dense(container, names, "direct", tables=[name])
+    assert [*given.tables] == [name]
+    for dense in (None, given):
+        loaded = any_model(container, experts=REFERENCE, dense=dense)
+        head, embedding = loaded.model.lm_head, loaded.model.model.embed_tokens
+        assert head.weight.data_ptr() == embedding.weight.data_ptr()
+        assert equal(wanted, logits_of(loaded, sequence(20, 200), 2))
+        loaded.close()
+
+
+def test_a_matrix_that_is_there_twice(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1207: an encoded one beside a plain one of the same name, of which either could be meant."""
+    container = open_container(workshop.container("int8", dense="int8"))
+    real = host.dense_entries
+
+    def more(container: Container) -> Any:
+        found = dict(real(container))
+        file, norm = found["model.language_model.norm.weight"]
+        return found | {"lm_head.weight": (file, dataclasses.replace(norm, name="lm_head.weight"))}
+
+    monkeypatch.setattr(host, "dense_entries", more)
+    with pytest.raises(DataError, match=r"lm_head\.weight.*one that is plain and one that is encoded.*E1207"):
+        any_model(container)
+
+
+def test_a_head_that_runs_in_float32(workshop: Workshop, built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native products are refused when the model is loaded (E1229), not at its first token."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", ["lm_head"])
+    container = open_container(workshop.container("bf16", built("deepseek_v3"), "int8"))
+    with pytest.raises(RequestError, match="E1229"):
+        any_model(container)
+    any_model(container, experts=REFERENCE).close()
+
+
+def test_a_model_in_float16(workshop: Workshop, tmp_path: Path) -> None:
+    """Codes of F16 sources, products in float16: the anchor, and streamed as resident."""
+    source = Path(shutil.copytree(TINY, tmp_path / "s"))
+    for file in source.glob("*.safetensors"):
+        tensors = read_tensors(source, file.name)
+        for name, (dtype, shape, data) in tensors.items():
+            assert dtype == "BF16"
+            values = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).to(torch.float16)
+            tensors[name] = ("F16", shape, values.numpy().tobytes())
+        write_tensors(file, tensors)
+    config = json.loads((source / "config.json").read_text())
+    for place in (config, config["text_config"]):
+        place["dtype"] = "float16"
+    (source / "config.json").write_text(json.dumps(config))
+    container = open_container(workshop.container("int8", source, "int8"))
+    streamed, resident = any_model(container), any_model(container, "resident")
+    assert streamed.dtype == torch.float16
+    found = logits_of(streamed, sequence(20), 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, logits_of(resident, sequence(20), 2), strict=True))
+    module, plain = linears_of(streamed)["lm_head"], host.plain_model(source)
+    wanted = logits_of(plain, sequence(20), 2, [int(f[-1].argmax()) for f in found])
+    agreed = torch.cat(found).argmax(-1) == torch.cat(wanted).argmax(-1)
+    assert float(agreed.float().mean()) > 0.8
+    rows = random(3, module.in_features, dtype=torch.float16)
+    assert module(rows).dtype == torch.float16
+    streamed.close()
+    resident.close()
