@@ -134,6 +134,7 @@ def outcome_table(outcome: Outcome, output: Path, seconds: float) -> dict[str, A
         "output": str(output),
         "container_id": m.container_id,
         "codec": m.codec,
+        "dense": None if m.dense is None else {"codec": m.dense.codec, "matrices": len(m.dense.matrices)},
         "layers": len(m.layers),
         "experts": sum(e.experts for e in m.layers),
         "bytes_out": sum(f.nbytes for f in m.files.values()),
@@ -148,10 +149,12 @@ def outcome_text(outcome: Outcome, output: Path, seconds: float) -> str:
     table = outcome_table(outcome, output, seconds)
     words = {"converted": "converted", "already there": ALREADY,
              "finished publishing": "an interrupted run had all but published it: finished"}  # fmt: skip
+    encoded = table["dense"]
+    dense = "" if encoded is None else f", {encoded['matrices']} dense matrices in {encoded['codec']}"
     lines = [
         f"{output}: {words[outcome.state]}",
-        f"  {table['codec']}, {table['layers']} layers, {table['experts']} experts, {size_text(table['bytes_out'])}, "
-        f"{seconds:.1f} s",
+        f"  {table['codec']}{dense}, {table['layers']} layers, {table['experts']} experts, "
+        f"{size_text(table['bytes_out'])}, {seconds:.1f} s",
         f"  container id {table['container_id']}",
         *(
             ["  of the source's codes: " + ", ".join(f"{n} {what}" for what, n in outcome.notes.items())]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pagestone.formats.dense_matrices import DenseEncoding
 from pagestone.formats.directories import directory as named
 from pagestone.formats.errors import RequestError
-from pagestone.formats.layout import PARTS
+from pagestone.formats.layout import PARTS, matrix_record
 from pagestone.formats.manifest import EXPERTS_TABLE, read_experts
 from pagestone.formats.text import shown, shown_lines, with_parameters
 from pagestone.reader import inputs
@@ -82,6 +83,27 @@ def describe(container: Container) -> dict[str, Any]:
         "parameters": dict(manifest.parameters), "lossless": manifest.lossless, "partial": manifest.partial,
         "source": dict(manifest.source), "bytes": sum(f.nbytes for f in manifest.files.values()),
         "files": {name: f.nbytes for name, f in sorted(manifest.files.items())}, "layers": layers,
+        "dense": None if manifest.dense is None else _dense(manifest.dense),
+    }  # fmt: skip
+
+
+def _dense(dense: DenseEncoding) -> dict[str, Any]:
+    """What `inspect` says of encoded dense matrices; errors from the manifest."""
+
+    def relative(error: float, norm: float) -> float | None:
+        share = error / norm if norm > 0 else math.inf
+        return math.sqrt(share) if math.isfinite(share) else None
+
+    sums = [(m.squared_error, m.squared_norm) for m in dense.matrices]
+    return {
+        "codec": dense.codec, "parameters": dict(dense.parameters),
+        "bytes": sum(matrix_record(dense.encoding, m.rows, m.columns).nbytes for m in dense.matrices),
+        "relative_rms_error": relative(sum(e for e, _ in sums), sum(n for _, n in sums)),
+        "matrices": [
+            {"name": m.name, "file": m.file, "rows": m.rows, "columns": m.columns,
+             "relative_rms_error": relative(m.squared_error, m.squared_norm)}
+            for m in dense.matrices
+        ],
     }  # fmt: skip
 
 
@@ -133,6 +155,12 @@ def _text(table: dict[str, Any]) -> str:
         lines.append(
             f"  {x['file']:<24}{x['experts']:>8}{x['hidden']:>8}{x['intermediate']:>8}{x['stride']:>12,}"
             f"{x['data_start']:>10,}{'' if error is None else format(error, '.5f'):>12}"
+        )
+    if (dense := table["dense"]) is not None:
+        error = dense["relative_rms_error"]
+        lines.append(
+            f"  {len(dense['matrices'])} dense matrices in {dense['codec']}{with_parameters(dense['parameters'])}, "
+            f"{dense['bytes']:,} bytes{'' if error is None else f', rel. error {error:.5f}'}"
         )
     zero, total = (sum(x["zero_matrices"] for x in table["layers"]), 3 * sum(x["experts"] for x in table["layers"]))
     if zero:

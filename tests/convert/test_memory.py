@@ -33,9 +33,9 @@ main()
 """
 
 
-def peak(source: Path, output: Path, codec: str, workers: int) -> int:
+def peak(source: Path, output: Path, codec: str, workers: int, *more: str) -> int:
     """Peak resident bytes of one conversion in a process of its own."""
-    result, most = run(f"prepare-{codec}", source, "-o", output, "--workers", str(workers), "--json")
+    result, most = run(f"prepare-{codec}", source, "-o", output, "--workers", str(workers), "--json", *more)
     assert json.loads(result)["state"] == "converted"
     return most
 
@@ -66,6 +66,22 @@ def test_peak_grows_with_workers_by_one_expert_each(big_path):
     source = sparse_model(big_path / "s", layers=2, hidden=HIDDEN, intermediate=INTERMEDIATE)
     few, many = (peak(source, big_path / f"o{w}", "int8", w) for w in (2, 8))
     assert many - few < 6 * (EXPERT_IN + RECORD_OUT + 2 * MIB), f"{few / MIB:.1f} MiB, {many / MIB:.1f} MiB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_dense_matrix_is_never_held(big_path):
+    """A head of 256 MiB in q8 takes a band of rows, and its scales and biases (8 MiB); verify takes no more."""
+    shapes = {"model.embed_tokens.weight": (64, HIDDEN), "lm_head.weight": (1 << 17, HIDDEN)}
+    source, small = (
+        sparse_model(big_path / name, layers=1, hidden=HIDDEN, intermediate=INTERMEDIATE, experts=2, more=more)
+        for name, more in (("s", shapes), ("small", {}))
+    )
+    roles = 2 * (1 << 17) * (HIDDEN // 64) * 2
+    most = peak(source, big_path / "o", "int8", 1, "--dense", "q8")
+    assert most - peak(small, big_path / "small-o", "int8", 1, "--dense", "q8") < roles + 12 * MIB, most / MIB
+    for words in ((), ("--source", source)):
+        text, most = run("verify", big_path / "o", *words)
+        assert "1 dense matrices" in text and most < 110 * MIB + roles + 24 * MIB, most / MIB
 
 
 # -- many names --------------------------------------------------------------------------------------------------------

@@ -299,10 +299,14 @@ LAYOUTS = {
 """The four ways in which the same weights may be laid out."""
 
 
-def sparse_model(root: Path, *, layers: int, hidden: int = 1024, intermediate: int = 512, experts: int = 20) -> Path:
-    """A per-expert BF16 checkpoint of real size whose weights are a hole: zeros that cost neither disk nor time."""
+def sparse_model(root: Path, *, layers: int, hidden: int = 1024, intermediate: int = 512, experts: int = 20,
+                 more: Mapping[str, tuple[int, ...]] | None = None) -> Path:  # fmt: skip
+    """A per-expert BF16 checkpoint of real size whose weights are a hole: zeros that cost neither disk nor time.
+
+    `more` are shapes of further tensors.
+    """
     spec = Spec(hidden, intermediate, experts, layers=layers, family="qwen3_moe", fused=False, mtp=False)
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,), **(more or {})}
     for _, _, layer in spec.blocks():
         shapes[f"{layer}.mlp.gate.weight"] = (experts, hidden)
         for expert in range(experts):

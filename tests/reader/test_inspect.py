@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from kits.checkpoints import T_BLOCK
-from kits.conversions import prepare
-from kits.inference import command
+from kits.conversions import prepare, run
+from kits.inference import TINY, command
 from kits.vectors import generator
 
 from pagestone.formats import encodings
@@ -71,3 +71,19 @@ def test_it_is_told_in_words(tmp_path, capsys):
         assert any(line.endswith(f" bytes in {files} files") for line in lines)
         assert command("verify", tmp_path / name) == 0
         assert f": ok: {files} files, " in capsys.readouterr().out
+
+
+def test_encoded_dense_matrices(tmp_path, capsys):
+    """Their number, encoding, bytes and error, of all and of each; nothing where there are none."""
+    run(TINY, tmp_path / "out", "bf16", dense="q4")
+    assert command("inspect", tmp_path / "out", "--json") == 0
+    dense = json.loads(capsys.readouterr().out)["dense"]
+    assert (dense["codec"], dense["parameters"], len(dense["matrices"])) == ("q4", {"group_size": 64}, 26)
+    assert dense["bytes"] + 12288 == (tmp_path / "out" / "matrices-00001-of-00001.safetensors").stat().st_size
+    assert 0.05 < dense["relative_rms_error"] < 0.1
+    assert all(0.05 < m["relative_rms_error"] < 0.1 for m in dense["matrices"])
+    assert command("inspect", tmp_path / "out") == 0
+    assert "26 dense matrices in q4, group size 64, " in capsys.readouterr().out
+    run(TINY, tmp_path / "keep", "bf16")
+    assert command("inspect", tmp_path / "keep", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dense"] is None
