@@ -113,6 +113,13 @@ def _verify_logits(
     ids: Annotated[Path | None, typer.Option(help="A file with a prompt of token ids a line.")] = None,
     steps: Annotated[int, typer.Option(min=0, max=MOST, help="Tokens decoded after each prompt.")] = 16,
     budget: Annotated[str | None, typer.Option(help="Memory for experts; default a quarter of all.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for everything, such as 4GiB: the other side then reads each record anew, unless --resident "
+            "fits too."
+        ),
+    ] = None,
     io: Annotated[str, typer.Option(help="How experts are streamed: direct or mmap.")] = "direct",
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2,
     experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
@@ -142,7 +149,7 @@ def _verify_logits(
     request = logits.LogitsRequest(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=experts, audit=audit, resident=resident,
+        experts=experts, audit=audit, resident=resident, memory=None if memory is None else parse_size(memory),
     )  # fmt: skip
     result = logits.verify_logits(request, _progress)
     print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result), flush=True)

@@ -11,10 +11,9 @@ Products of torch differ between machines, so an audit says what it ran on; else
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagestone.formats.errors import RequestError
@@ -25,15 +24,18 @@ from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.container import Container
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.files import ANEW, MachineErrors
+from pagestone.reader.footprint import ESTIMATED
 from pagestone.reader.hosts import DEFAULT
 from pagestone.reader.made import MadeContainer, MadeRecords
 from pagestone.reader.memory import available_memory
+from pagestone.reader.memory_plan import Line
 from pagestone.reader.model import AUTO, NATIVE, Model
 from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.store import ResidentStore, open_anew
 from pagestone.reader.text import check_ids
 from pagestone.validate import audit as audits
 from pagestone.validate import requests
+from pagestone.validate.apart import let_go
 from pagestone.validate.audit import DIFFERENT, EQUAL, NOT_COMPARABLE, Audit
 from pagestone.validate.recorded import Recorded, read_audit
 from pagestone.validate.sides import Prompt, Side, first_difference, proof, run_side
@@ -46,6 +48,8 @@ LENGTHS = (1, 7, 64)
 """Tokens of the prompts used when none are given."""
 DIGITS = 19
 RESIDENT = "resident"
+ENCODED = 12
+"""Of a record's bytes: what encoding it from the source takes, the source's arrays and float32 among them."""
 SPREAD = 4
 """By default the budget is 1/SPREAD of all records: small enough that experts come and go."""
 
@@ -129,6 +133,8 @@ def reference_way(session: Session, request: LogitsRequest) -> tuple[str, str]:
     """("resident" or "anew", why) of the reference side: resident if that is asked for, or fits the free memory."""
     if request.resident:
         return RESIDENT, "every record in memory, as asked for"
+    if request.memory is not None:
+        return ANEW, f"records read anew for each use: {size_text(request.memory)} for everything"
     container, free = session.container, available_memory()
     needed = all_records(container) + dense_costs(container, mode=RESIDENT).resident
     needed += row_sum_bytes(container) if session.loading.experts == NATIVE else 0
@@ -162,6 +168,8 @@ class LogitsRequest:
     """Where the audit is to be written; this module only sees that it can be."""
     resident: bool = False
     """Whether the reference side holds every record, whatever memory there is; see `reference_way`."""
+    memory: int | None = None
+    """Bytes for everything either side holds, one after the other; the cache of the streamed side is what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,16 @@ class _Work:
     prompts: list[Prompt]
     steps: int
     recorded: Recorded | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def context(self) -> int:
+        """Tokens: the most that a model must remember."""
+        return self.longest + self.steps
 
 
 def _open(request: LogitsRequest) -> Session:
@@ -184,7 +202,7 @@ def _open(request: LogitsRequest) -> Session:
         request.directory,
         SessionOptions(
             request.io, request.budget, request.threads, request.experts, request.tokenizer, host=request.host,
-            attention=request.attention,
+            attention=request.attention, memory=request.memory,
         ),
     )  # fmt: skip
 
@@ -223,12 +241,30 @@ def verify_logits(request: LogitsRequest, progress: Callable[[str], None] = lamb
     """Run both sides, or the streamed side against an audit, and compare. See the module's docstring."""
     with _open(request) as session:
         work = _check(session, request)
+        session.options = replace(session.options, context=work.context if request.memory is not None else None)
         reference = None
         if work.recorded is None:
             way, why = reference_way(session, request)
             progress(f"{way} side: {why}")
+            _ = _planned(session, work, way, progress, source=request.source is not None)
             reference = _reference_side(session, request.source, work, way)
         return _streamed_side(session, request, work, reference, progress)
+
+
+def _planned(
+    session: Session, work: _Work, way: str, progress: Callable[[str], None], *, source: bool = False
+) -> int | None:
+    """Bytes for the experts of a side that reads in this `way`, as the plan for it has them; None without a plan.
+
+    Every row of a prompt's logits is hashed, so all of them are made at once. Raises as `Session.plan_for`.
+    """
+    if session.options.memory is None:
+        return None
+    extra = [Line("an expert of the source", ENCODED * largest_record(session.container), ESTIMATED)] if source else []
+    io = way if way in (RESIDENT, "mmap") else "direct"
+    plan = session.plan_for(prompt=work.longest, logits=work.longest, extra=extra, io=io)
+    progress(plan.text())
+    return plan.cache_bytes
 
 
 def _reference_side(session: Session, source: Path | None, work: _Work, way: str) -> Side:
@@ -239,7 +275,7 @@ def _reference_side(session: Session, source: Path | None, work: _Work, way: str
     finally:
         model.close()
         del model
-        gc.collect()
+        let_go()
 
 
 def _streamed_side(
@@ -248,7 +284,7 @@ def _streamed_side(
     """Run the streamed side, and compare it with the reference side or with what was recorded."""
     container, prompts, recorded = session.container, work.prompts, work.recorded
     expected = recorded.steps if recorded is not None else reference.steps if reference is not None else ()
-    streamed = _streamed_model(session)
+    streamed = _streamed_model(session, _planned(session, work, session.options.io, progress))
     try:
         here = audits.surroundings(streamed)
         apart = [] if recorded is None else audits.differing(here, recorded.surroundings)
@@ -270,9 +306,11 @@ def _streamed_side(
     )  # fmt: skip
 
 
-def _streamed_model(session: Session) -> Model:
+def _streamed_model(session: Session, planned: int | None) -> Model:
     container, budget = session.container, None
-    if session.options.io == "direct":
+    if session.options.io == "direct" and planned is not None:
+        budget = planned
+    elif session.options.io == "direct":
         budget = session.options.budget or max(largest_record(container), all_records(container) // SPREAD)
     return session.model_over(session.open_store(session.options.io, budget)[0])
 

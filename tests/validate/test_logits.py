@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from kits.conversions import prepare
+from kits.families import LONG
+from kits.generated import GeneratedCheckpoint
 from kits.inference import TINY, Workshop, calm, command, flip, pairwise, sequence
 
 from pagestone.formats import encodings, native, storage
@@ -607,3 +616,92 @@ def test_a_flip_in_a_dense_tensor_in_memory(
     assert audit.result == DIFFERENT and audit.difference is not None
     assert (audit.difference.layer, audit.difference.what) == (layer, what)
     assert audit.table(None)["prompts"][0]["streamed_sha256"]
+
+
+# -- under a cap for everything ---------------------------------------------------------------------------------------
+
+
+def test_under_a_cap(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each side is planned before it runs: the other reads records anew, the streamed one has what the plan leaves."""
+    directory, said = workshop.container("int8"), []
+    audit = verify_logits(request(directory, steps=2, memory=2 << 30), said.append)
+    assert audit.result == EQUAL and audit.reference is not None and audit.streamed is not None
+    assert audit.reference.mode == "anew"
+    plans = [text for text in said if text.startswith("memory: 2.00 GiB for everything")]
+    assert len(plans) == 2 and all("a context of 66 tokens" in text for text in plans), said  # 64, and two steps
+    with Session(directory, SessionOptions(memory=2 << 30, context=66)) as session:
+        assert session.plan is not None and audit.streamed.budget == session.plan.cache_bytes
+    sourced = verify_logits(request(directory, steps=2, memory=2 << 30, source=TINY), said.append)
+    assert sourced.result == EQUAL and "an expert of the source" in said[-3] and "an expert of" not in said[-2]
+    held = verify_logits(request(directory, steps=2, memory=2 << 30, resident=True))
+    assert held.reference is not None and held.reference.mode == "resident"
+    assert [[s.sha256 for s in p] for p in held.reference.steps] == [
+        [s.sha256 for s in p] for p in audit.reference.steps
+    ]
+    path = tmp_path / "audit.json"
+    audit.write(path)
+    assert command("verify-logits", directory, "--against", path, "--memory", "2GiB") == 0
+    assert capsys.readouterr().err.count("memory: 2.00 GiB for everything") == 1
+
+
+def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused with the numbers before anything runs; and a budget beside it."""
+    directory = workshop.container("int8")
+    assert command("verify-logits", directory, "--memory", "64MiB") == 2
+    err = capsys.readouterr().err
+    assert "E1271" in err and "streamed side" not in err
+    assert command("verify-logits", directory, "--memory", "2GiB", "--budget", "1MiB") == 2
+    assert "E1273" in capsys.readouterr().err
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+IN_A_GROUP = """
+import os, pathlib, sys
+(pathlib.Path(sys.argv.pop(1)) / "cgroup.procs").write_text(str(os.getpid()))
+from pagestone.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    """A control group of version 1, to be limited; skipped where nobody may make one."""
+    place = GROUPS / f"pagestone-{os.getpid()}-{tmp_path.name}"
+    try:
+        place.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control groups of version 1 can be made here: {error}")
+    yield place
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            place.rmdir()
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not LONG, reason="a container of 5 GB: PAGESTONE_LONG=1")
+def test_in_a_quarter_of_the_container(big_path: Path, group: Path) -> None:
+    """A group that holds a quarter of the container, page cache included and without swap: equal, and nothing killed.
+
+    The side that keeps nothing takes at most 2.5 times as long as the streamed one.
+    """
+    source = GeneratedCheckpoint(layers=6, experts=256, vocabulary=4096)
+    prepare(source, big_path / "c", encodings.get("int8"), workers=2, dense="int8")
+    size = sum(f.stat().st_size for f in (big_path / "c").iterdir())
+    cap = size // 4
+    (group / "memory.limit_in_bytes").write_text(str(cap))
+    with contextlib.suppress(OSError):  # where swap is not accounted there is none to forbid
+        (group / "memory.memsw.limit_in_bytes").write_text(str(cap))
+    words = ["verify-logits", big_path / "c", "--memory", str(cap * 100 // 105), "--json", "--steps", "8"]
+    run = subprocess.run(
+        [sys.executable, "-c", IN_A_GROUP, group, *words], capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    table = json.loads(run.stdout)
+    kills = re.search(r"^oom_kill (\d+)", (group / "memory.oom_control").read_text(), re.MULTILINE)
+    assert table["result"] == EQUAL and kills is not None and kills[1] == "0"
+    assert table["resident"]["mode"] == "anew"
+    ratio = table["resident"]["seconds"] / table["streamed"]["seconds"]
+    print(f"{size / 1e9:.2f} GB in {cap / 2**20:.0f} MiB; anew {ratio:.2f} times as long as streamed")
+    assert ratio < 2.5, ratio
