@@ -133,6 +133,8 @@ with Session(asked["container"], SessionOptions(threads=asked["readers"], **limi
     half = milliseconds[len(milliseconds) // 2 :]
     tell(rate=len(milliseconds) / wall, late=1000 * len(half) / sum(half), faults=faults() - hard, hits=since.hit_rate,
          a_token=since.bytes_read / len(milliseconds), cores=cpu / wall, others=others, short_peak=status("VmHWM"))
+    if not bool(torch.isfinite(logits).all()) or not 0.2 < float(logits.float().std()) < 5:
+        raise SystemExit("the logits are not those of a model")
     del logits, state
     long = asked["long"] if plan is None else min(asked["long"], plan.context)
     if long:

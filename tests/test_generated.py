@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +25,7 @@ from kits.storage import StorageTests
 from safetensors import safe_open
 
 from pagestone.convert.checkpoint import open_checkpoint
+from pagestone.convert.plan import Request, make_plan
 from pagestone.formats import encodings
 from pagestone.formats.digests import digest
 from pagestone.formats.dtypes import E4M3_VALUES, VIEWS, to_f32
@@ -289,16 +291,59 @@ def test_tokenizer(vocabulary, oracle: Callable[[str], ModuleType]):
         assert len(made.encode(letters).ids) < 0.7 * len(letters)
 
 
-def test_transformers_knows_every_tensor(oracle: Callable[[str], ModuleType]):
+def test_transformers_takes_the_fp8_form(tmp_path, oracle: Callable[[str], ModuleType]):
+    """It decodes it, and the logits are as those of the other form: finite, of deviation one."""
+    torch, transformers = oracle("torch"), oracle("transformers")
+    torch.set_num_threads(1)
+    sizes = ("moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim")
+    source = small(form="fp8", changed=SMALL | {"head_dim": 128} | dict.fromkeys(sizes, 128))  # whole blocks
+    source.write(tmp_path / "m")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = model(torch.arange(64)[None]).logits.float()
+    assert torch.isfinite(logits).all() and 0.8 < logits.std() < 1.2
+    name = f"{LAYER}.1.mlp.experts.2.down_proj.weight"
+    expected = values(tensor(source, name)) * values(tensor(source, f"{name}_scale_inv")).repeat(128, 0).repeat(128, 1)
+    found = model.model.layers[1].mlp.experts.down_proj[2].detach().float().numpy()
+    assert np.abs(found - expected).max() <= np.abs(expected).max() / 256
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_transformers_knows_every_tensor(whole, oracle: Callable[[str], ModuleType]):
     """Names and shapes are those of the model that transformers builds from the config, at true size."""
     torch, transformers = oracle("torch"), oracle("transformers")
-    source = GeneratedCheckpoint(layers=4)
-    text = transformers.Qwen3_5MoeConfig(**source.config).text_config
+    source = GeneratedCheckpoint(layers=4, whole=whole)
+    config = transformers.Qwen3_5MoeConfig(**source.config)
     with torch.device("meta"):
-        model = transformers.Qwen3_5MoeForCausalLM._from_config(text)
-    wanted = {name.replace("model.", "model.language_model."): tuple(p.shape) for name, p in model.named_parameters()}
+        if whole:
+            model = transformers.Qwen3_5MoeForConditionalGeneration._from_config(config)
+        else:
+            model = transformers.Qwen3_5MoeForCausalLM._from_config(config.text_config)
+    top = "model." if whole else "model.language_model."
+    wanted = {name.replace("model.", top): tuple(p.shape) for name, p in model.named_parameters()}
     found = {p.name: p.shape for f in source.files.values() for p in f.parts if isinstance(p, Tensor)}
-    assert found == wanted
+    extra = {name: shape for name, shape in found.items() if name.startswith("mtp.")}  # which it leaves out
+    assert {name: shape for name, shape in found.items() if name not in extra} == wanted
+    assert len(extra) == 19 * whole and extra.get("mtp.fc.weight", (2048, 4096)) == (2048, 4096)
+
+
+@pytest.mark.parametrize("form", ["fused", "fp8"])
+def test_all_that_is_published(tmp_path, form):
+    """Vision tower and MTP block are planned as what they are, and converted; their norms are of their kinds."""
+    source = small(form=form, layers=2, experts=2, whole=True)
+    plan = make_plan(Request(source, encodings.get("int8")))
+    fates = Counter(
+        (d.tensor.name.split(".")[1 if "visual" in d.tensor.name else 0], d.fate) for d in plan.dispositions
+    )
+    assert fates["visual", "copied"] == 333 and fates["mtp", "converted"] == (2 if form == "fused" else 12)
+    assert [layer.header.prefix for layer in plan.layers][-1] == "mtp.layers.0.mlp.experts" and len(plan.layers) == 3
+    prepare(source, tmp_path / "o", encodings.get("int8"), workers=2)
+    assert verify(tmp_path / "o", source=source).exit_code == 0
+    means = {"model.visual.blocks.0.norm1.weight": 1, "model.visual.merger.norm.bias": 0, "mtp.norm.weight": 0,
+             "mtp.pre_fc_norm_hidden.weight": 0}  # fmt: skip
+    for name, mean in means.items():
+        assert abs(values(tensor(source, name)).mean() - mean) < 0.05, name
+    assert abs(values(tensor(source, "model.visual.patch_embed.proj.weight")).std() - 1536**-0.5) < 0.001
 
 
 def test_routing_reaches_every_expert(tmp_path, oracle: Callable[[str], ModuleType]):

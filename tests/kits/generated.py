@@ -340,6 +340,12 @@ TEXT_CONFIG: dict[str, Any] = {
     "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
                         "rope_theta": 10000000, "rope_type": "default"},
 }  # fmt: skip
+VISION_CONFIG: dict[str, Any] = {
+    "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02,
+    "intermediate_size": 4304, "model_type": "qwen3_5_moe_vision", "num_heads": 16, "num_position_embeddings": 2304,
+    "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+VISION, MTP = "model.visual", "mtp.layers.0"
 BLOCK = 128
 """Rows and columns that a scale of the FP8 form covers."""
 FP8_MODULES = re.compile(
@@ -377,6 +383,8 @@ def tensor_shape(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
         (r"[kv]_proj\.weight", (kv, hidden)),
         (r"o_proj\.weight", (hidden, query)),
         (r"[qk]_norm\.weight", (head,)),
+        (r"mtp\.fc\.weight", (hidden, 2 * hidden)),
+        (r"mtp\.pre_fc_norm_\w+\.weight", (hidden,)),
         (r"(norm|layernorm)\.weight", (hidden,)),
     )
     for pattern, shape in rules:
@@ -385,19 +393,42 @@ def tensor_shape(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     raise KeyError(name)
 
 
+def vision_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of the vision tower, which no container's experts or language model need."""
+    config = VISION_CONFIG | {"out_hidden_size": hidden}
+    size, inner, channels = config["hidden_size"], config["intermediate_size"], config["in_channels"]
+    merged = size * config["spatial_merge_size"] ** 2
+    patch = (channels, config["temporal_patch_size"], config["patch_size"], config["patch_size"])
+    weights: dict[str, tuple[int, ...]] = {"patch_embed.proj": (size, *patch), "merger.norm": (size,)}
+    weights |= {"merger.linear_fc1": (merged, merged), "merger.linear_fc2": (config["out_hidden_size"], merged)}
+    block = {
+        "norm1": (size,), "norm2": (size,), "attn.qkv": (3 * size, size), "attn.proj": (size, size),
+        "mlp.linear_fc1": (inner, size), "mlp.linear_fc2": (size, inner),
+    }  # fmt: skip
+    weights |= {f"blocks.{n}.{name}": shape for n in range(config["depth"]) for name, shape in block.items()}
+    found = {f"{VISION}.pos_embed.weight": (config["num_position_embeddings"], size)}
+    for name, shape in weights.items():
+        found |= {f"{VISION}.{name}.weight": shape, f"{VISION}.{name}.bias": shape[:1]}
+    return found
+
+
 def tensor_law(name: str, shape: Sequence[int]) -> Law:
     """How a tensor's values are distributed."""
+    if name.startswith(VISION):  # its norms multiply by what is stored; small where it is no weight of a product
+        plain = re.search(r"norm\d?\.weight$", name) is not None
+        small = plain or name.endswith("bias") or "pos_embed" in name
+        return Law("normal", float(plain), 0.02 if small else math.prod(shape[1:]) ** -0.5)
     if name.endswith("A_log"):
         return Law("log uniform", 0.0, 16.0)
     if name.endswith("dt_bias"):  # softplus of it is a time step of 0.001 to 0.1
         return Law("uniform", -6.9, -2.25)
-    if name.endswith("norm.weight"):  # this family adds one to what is stored, but for the norm of linear attention
+    if "norm" in name:  # this family adds one to what is stored, but for the norm of linear attention
         return Law("normal", 1.0 if name.endswith("linear_attn.norm.weight") else 0.0, 0.1)
     return Law("normal", 0.0, 1.0 if name.endswith("embed_tokens.weight") else shape[-1] ** -0.5)
 
 
-def make_config(layers: int, experts: int, vocabulary: int, fp8: Iterable[str] = ()) -> dict[str, Any]:
-    """config.json as it is published: the language model nested. `fp8` are the names of a release's FP8 weights."""
+def make_config(layers: int, experts: int, vocabulary: int) -> dict[str, Any]:
+    """config.json as it is published: the language model nested."""
     kinds = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
     if 1 < layers < 4:
         kinds[-1] = "full_attention"  # transformers runs no model without one
@@ -405,18 +436,18 @@ def make_config(layers: int, experts: int, vocabulary: int, fp8: Iterable[str] =
         "num_hidden_layers": layers, "num_experts": experts, "vocab_size": vocabulary, "layer_types": kinds,
         "num_experts_per_tok": min(8, experts), "eos_token_id": byte_pairs.special(vocabulary, "<|endoftext|>"),
     }  # fmt: skip
-    config = {
+    return {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "dtype": "bfloat16", "model_type": "qwen3_5_moe",
         "text_config": text, "tie_word_embeddings": False,
     }  # fmt: skip
-    if not (coded := set(fp8)):
-        return config
-    plain = [name.removesuffix(".weight") for name in _names(text, True) if name not in coded]
-    return config | {
-        "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": sorted(n for n in plain if n.endswith(("_proj_a", "_proj_b", "gate", "lm_head"))),
-        }
+
+
+def fp8_config(plain: Iterable[str]) -> dict[str, Any]:
+    """What a release in FP8 says of itself; `plain` are the names of its other tensors."""
+    kept = re.compile(r"(.*(_proj_a|_proj_b|conv1d|gate|lm_head|embed_tokens|mtp\.fc)|model\.visual\..*)\.weight")
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": sorted(n.removesuffix(".weight") for n in plain if kept.fullmatch(n)),
     }  # fmt: skip
 
 
@@ -437,12 +468,17 @@ def layer_names(layer: int, kind: str, experts: int, per_expert: bool) -> list[s
     return sorted(f"{ROOT}.layers.{layer}.{tail}" for tail in tails)
 
 
-def _names(text: Mapping[str, Any], per_expert: bool) -> Iterator[str]:
-    """Every tensor of the language model, but scales, as the layers follow each other."""
+def _names(text: Mapping[str, Any], per_expert: bool, whole: bool) -> Iterator[str]:
+    """Every tensor but scales, as the layers follow each other; `whole` with the vision tower and the MTP block."""
     yield f"{ROOT}.embed_tokens.weight"
     for layer, kind in enumerate(text["layer_types"]):
         yield from layer_names(layer, kind, text["num_experts"], per_expert)
     yield from (f"{ROOT}.norm.weight", "lm_head.weight")
+    if whole:
+        yield from vision_shapes(text["hidden_size"])
+        yield from (f"mtp.{n}.weight" for n in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"))
+        block = layer_names(0, "full_attention", text["num_experts"], per_expert)
+        yield from (name.replace(f"{ROOT}.layers.0", MTP) for name in block)
 
 
 @dataclass(frozen=True)
@@ -456,7 +492,8 @@ class _Maker:
 
     def plain(self, name: str) -> Tensor:
         """A tensor that is no codes; fused experts are drawn as the matrices they consist of."""
-        shape, parts = tensor_shape(name, self.text), tuple[str, ...]()
+        vision = vision_shapes(self.text["hidden_size"]) if name.startswith(VISION) else {}
+        shape, parts = vision.get(name) or tensor_shape(name, self.text), tuple[str, ...]()
         if (match := re.search(rf"(.*\.{EXPERTS})\.(gate_up|down)_proj$", name)) is not None:
             each = match[2].split("_")
             parts = tuple(f"{match[1]}.{e}.{part}_proj.weight" for e in range(shape[0]) for part in each)
@@ -492,6 +529,7 @@ class Asked:
     seed: int = 0
     outliers: bool = False
     shard_bytes: int = SHARD
+    whole: bool = False
     changed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -500,8 +538,9 @@ class GeneratedCheckpoint(GeneratedStorage):
 
     `form` is "fused" (BF16 as published), "per-expert" (BF16 as transformers saves it) or "fp8" (as published; per
     expert). `outliers` makes a few input channels of every BF16 expert matrix 32 times larger, as trained models have
-    them. `changed` are other sizes for the config's language part, for small models. A tokenizer comes with a
-    vocabulary of 320 or more.
+    them. `whole` adds the vision tower and the block for multi-token prediction, which nothing here runs: then it is
+    all that is published. `changed` are other sizes for the config's language part, for small models. A tokenizer comes
+    with a vocabulary of 320 or more.
     """
 
     def __init__(self, **asked: Any) -> None:
@@ -509,9 +548,14 @@ class GeneratedCheckpoint(GeneratedStorage):
         fp8 = want.form == "fp8"
         config = make_config(want.layers, want.experts, want.vocabulary)
         text = config["text_config"] | dict(want.changed)
-        names = list(_names(text, want.form != "fused"))
+        names = list(_names(text, want.form != "fused", want.whole))
         coded = {name for name in names if fp8 and FP8_MODULES.search(name)}
-        self.config = make_config(want.layers, want.experts, want.vocabulary, coded) | {"text_config": text}
+        self.config = config | {"text_config": text}
+        if want.whole:
+            text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+            self.config |= {"vision_config": VISION_CONFIG | {"out_hidden_size": text["hidden_size"]}}
+        if fp8:
+            self.config["quantization_config"] = fp8_config(name for name in names if name not in coded)
         maker = _Maker(text, want.seed, outliers=want.outliers and not fp8)
         tensors = (t for n in names for t in (maker.coded(n) if n in coded else (maker.plain(n),)))
         files = {"config.json": json_file(self.config)} | sharded(tensors, want.shard_bytes)
