@@ -27,14 +27,14 @@ from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container, Matrix, View
 from pagestone.reader.files import ANEW, RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 from pagestone.reader.made import MODE, MadeContainer
-from pagestone.reader.rows import FileRows, RowDigests, RowTable
+from pagestone.reader.rows import FileRows, MadeRows, RowDigests, RowTable
 
 if TYPE_CHECKING:
     import torch
 
 READ_AT_ONCE = 4 << 20
 """Bytes: dense files are read in pieces of this size."""
-BY_ROWS = ("direct", "buffered", ANEW)
+BY_ROWS = ("direct", "buffered", ANEW, MODE)
 """Modes of stores beside which tables are read by rows: those that stream. Maps need not, and what is compared with
 streaming has everything in memory."""
 ALIGNMENT = 64
@@ -103,7 +103,7 @@ def load_dense(
     the one that differs. The mode "anew" reads through the page cache.
     """
     if isinstance(container, MadeContainer):
-        return _made(container, names, set(matrices))
+        return _made(container, names, set(matrices), set(tables))
     where = dense_entries(container)
     by_file: dict[str, list[TensorEntry]] = {}
     for name in names:
@@ -133,12 +133,17 @@ def load_dense(
     return dense
 
 
-def _made(container: MadeContainer, names: Iterable[str], matrices: set[str]) -> DenseTensors:
+def _made(container: MadeContainer, names: Iterable[str], matrices: set[str], tables: set[str]) -> DenseTensors:
     """Dense tensors of a container that is on no disk."""
     maker, made = container.maker, DenseTensors(mode=MODE)
     entries = maker.dense_entries()
     for name in names:
-        made.arrays[name], made.entries[name] = maker.dense(name), entries[name][1]
+        made.entries[name] = entry = entries[name][1]
+        rows = maker.rows(name) if name in tables else None
+        if rows is not None:
+            made.tables[name] = MadeRows(container.path, entry, rows)
+            continue
+        made.arrays[name] = maker.dense(name)
         made.bytes_read += len(made.arrays[name])
     for name, placed in maker.matrices().items():
         if name in matrices:

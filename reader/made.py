@@ -6,7 +6,7 @@ like any other, but for its files: there are none to map, and no digests to comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,9 @@ class Maker(Protocol):
 
     def dense(self, name: str) -> Array:
         """uint8: the bytes of a dense tensor, in memory of its own."""
+
+    def rows(self, name: str) -> Callable[[int, memoryview], None] | None:
+        """What fills a buffer with one row of a dense tensor [rows, columns]; None for one that is only made whole."""
 
     def matrices(self) -> Mapping[str, PlacedMatrix]:
         """Every encoded dense matrix by the name of its module; where its record lies in a file says nothing here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from pagestone.formats.dtypes import Array
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layout import PAGE, align_up
 from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.reader.errors import Closing
 from pagestone.reader.files import RESTORE, DirectFile, private_buffer
 
 ROW_CACHE = 8 << 20
@@ -102,48 +103,37 @@ class RowDigests:
         self._row += 1
 
 
-class FileRows:
-    """A `RowTable` over a tensor of a file, past the page cache where that can be; `digests` as `RowDigests` has them.
+class _KeptRows(Closing):
+    """A `RowTable` that keeps the rows used last, up to `room` bytes, in memory. For many threads."""
 
-    The rows used last stay in memory, up to `room` bytes. For many threads. Raises `DataError` (E1258) for a row that
-    is not what it was, `MachineError` (E1203) where reading fails.
-    """
-
-    def __init__(
-        self, path: Path, entry: TensorEntry, digests: Array | None, *, direct: bool = True, room: int = ROW_CACHE
-    ) -> None:
+    def __init__(self, entry: TensorEntry, place: Path, room: int) -> None:
         self.entry, self.counters = entry, RowCounters()
-        self._path, self._digests, self._lock = path, digests, threading.Lock()
+        self._place, self._lock = place, threading.Lock()
         self._size = row_bytes(entry)
         count = cached_rows(entry, room)
         self._kept = np.frombuffer(private_buffer(count * self._size), np.uint8)[: count * self._size]
         self._kept = self._kept.reshape(count, self._size)
         self._slots: OrderedDict[int, int] = OrderedDict()
         """Where in `_kept` a row is, the one used longest ago first."""
-        self._buffer = memoryview(private_buffer(_at_once(entry)))
-        self._file = DirectFile(path, direct=direct)
-
-    @property
-    def mode(self) -> str:
-        """ "direct" or "buffered"."""
-        return self._file.mode
 
     def read(self, ids: Array) -> Array:
-        """See `RowTable.read`. A row that is asked for twice is read once."""
+        """See `RowTable.read`. A row that is asked for twice is read once. `ClosedError` after `close`."""
         rows, first, place = np.unique(ids, return_index=True, return_inverse=True)
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < self.entry.shape[0]:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
             raise RequestError(
                 f"token ids below {self.entry.shape[0]} expected, found {wrong}",
                 code="E1261",
-                file=self._path,
+                file=self._place,
                 tensor=self.entry.name,
                 remedy="give the tokenizer this model was made with",
             )
         out = np.empty((len(ids), self._size), np.uint8)
         with self._lock:
-            for group in self._near(self._missing(rows.tolist(), first, out)):
-                self._fetch(group, out)
+            self._check_open()
+            missing = [*self._missing(rows.tolist(), first, out)]
+            self._load(missing, out)
+            self.counters.rows += len(missing)
         again = np.flatnonzero(first[place] != np.arange(len(ids)))
         out[again] = out[first[place[again]]]
         return out
@@ -159,10 +149,51 @@ class FileRows:
             self.counters.hits += 1
             out[to] = self._kept[slot]
 
-    def _near(self, missing: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    def _load(self, missing: list[tuple[int, int]], out: Array) -> None:
+        """Put the rows that are missing, ascending, into `out`, and keep them."""
+        raise NotImplementedError
+
+    def _keep(self, row: int, data: Array) -> None:
+        full = len(self._slots) == len(self._kept)
+        slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
+        self._kept[slot] = data
+        self._slots[row] = slot
+
+    def close(self) -> None:
+        """Let the memory go; may be called twice."""
+        with self._lock:
+            super().close()
+            self._slots.clear()
+            self._kept = self._kept[:0]
+
+
+class FileRows(_KeptRows):
+    """A `RowTable` over a tensor of a file, past the page cache where that can be; `digests` as `RowDigests` has them.
+
+    Raises `DataError` (E1258) for a row that is not what it was, `MachineError` (E1203) where reading fails.
+    """
+
+    def __init__(
+        self, path: Path, entry: TensorEntry, digests: Array | None, *, direct: bool = True, room: int = ROW_CACHE
+    ) -> None:
+        super().__init__(entry, path, room)
+        self._digests = digests
+        self._buffer = memoryview(private_buffer(_at_once(entry)))
+        self._file = DirectFile(path, direct=direct)
+
+    @property
+    def mode(self) -> str:
+        """ "direct" or "buffered"."""
+        return self._file.mode
+
+    def _load(self, missing: list[tuple[int, int]], out: Array) -> None:
+        for group in self._near(missing):
+            self._fetch(group, out)
+
+    def _near(self, missing: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """Rows in groups that are read at once: their pages fit the buffer, and little lies between them."""
         group: list[tuple[int, int]] = []
-        for row, to in [*missing]:
+        for row, to in missing:
             if group:
                 gap = (row - group[-1][0] - 1) * self._size
                 if gap > NEAR or self._end(row) - self._start(group[0][0]) > len(self._buffer):
@@ -189,7 +220,6 @@ class FileRows:
             self._check(row, data if at + self._size <= got else None)
             out[to] = np.frombuffer(data, np.uint8)
             self._keep(row, out[to])
-        self.counters.rows += len(group)
 
     def _check(self, row: int, data: memoryview | None) -> None:
         """Refuse a row that is not the one the file had when it was hashed; None is one behind the file's end."""
@@ -203,21 +233,29 @@ class FileRows:
         raise DataError(
             f"row {row}: {wanted} expected, as when the container was opened, found {found}",
             code="E1258",
-            file=self._path,
+            file=self._place,
             tensor=self.entry.name,
             remedy=RESTORE,
         )
 
-    def _keep(self, row: int, data: Array) -> None:
-        full = len(self._slots) == len(self._kept)
-        slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
-        self._kept[slot] = data
-        self._slots[row] = slot
-
     def close(self) -> None:
         """Close the file and let the memory go; may be called twice."""
-        with self._lock:
-            self._file.close()
-            self._slots.clear()
-            self._kept = self._kept[:0]
-            self._buffer = self._buffer[:0]
+        super().close()
+        self._file.close()
+        self._buffer = self._buffer[:0]
+
+
+class MadeRows(_KeptRows):
+    """A `RowTable` of a container that is on no disk: `make` fills a buffer with one row."""
+
+    def __init__(
+        self, place: Path, entry: TensorEntry, make: Callable[[int, memoryview], None], *, room: int = ROW_CACHE
+    ) -> None:
+        super().__init__(entry, place, room)
+        self._make = make
+
+    def _load(self, missing: list[tuple[int, int]], out: Array) -> None:
+        for row, to in missing:
+            self._make(row, memoryview(out[to]))
+            self.counters.bytes_read += self._size
+            self._keep(row, out[to])

@@ -231,6 +231,9 @@ class _Planned:
     def dense(self, name: str) -> Array:
         raise NotImplementedError
 
+    def rows(self, name: str) -> Callable[[int, memoryview], None] | None:
+        raise NotImplementedError
+
     def matrices(self) -> Mapping[str, PlacedMatrix]:
         return self._matrices
 

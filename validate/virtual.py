@@ -10,7 +10,7 @@ copy, for FP8 its values.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +96,18 @@ class SourceMaker:
             array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
             position += len(piece)
         return array
+
+    def rows(self, name: str) -> Callable[[int, memoryview], None] | None:
+        tensor = self._dense[name][1]
+        if tensor.encoding is not None:
+            return None
+        source, size = tensor.source, tensor.nbytes // tensor.shape[0]
+
+        def make(row: int, into: memoryview) -> None:
+            self._require_unchanged({source.file})
+            self._files.read_into(source.file, source.offset + row * size, into)
+
+        return make
 
     def matrices(self) -> Mapping[str, PlacedMatrix]:
         return {

@@ -254,8 +254,10 @@ def test_automatic_products(workshop: Workshop) -> None:
 
     path = workshop.container("bf16", dense="int8")
     for asked, experts, linears in (("auto", REFERENCE, NATIVE), (REFERENCE,) * 3, (NATIVE,) * 3):
-        with Session(path, SessionOptions(experts=asked)) as session:
+        notes: list[str] = []
+        with Session(path, SessionOptions(experts=asked), notes.append) as session:
             context = session.model.context
+            assert f"; dense matrices in int8, {linears} products" in notes[0], notes
             assert (context.experts, context.linears) == (experts, linears)
             assert session.model.surroundings()["model"]["linears"] == linears
     with Session(workshop.container("bf16")) as session:

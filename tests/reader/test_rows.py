@@ -12,7 +12,8 @@ from kits.inference import flip
 from pagestone.formats.digests import short_digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.safetensors_header import TensorEntry
-from pagestone.reader.rows import AT_ONCE, NEAR, FileRows, RowDigests, cached_rows, memory_of
+from pagestone.reader.errors import ClosedError
+from pagestone.reader.rows import AT_ONCE, NEAR, FileRows, MadeRows, RowDigests, cached_rows, memory_of
 
 ROWS = 600
 
@@ -146,3 +147,32 @@ def test_many_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_rows_that_are_made(tmp_path: Path) -> None:
+    """By the same rules as those of a file: each once while it is kept, ids checked."""
+    _, entry, values = table(tmp_path, 64)
+    asked: list[int] = []
+
+    def make(row: int, into: memoryview) -> None:
+        asked.append(row)
+        into[:] = values[row].tobytes()
+
+    opened = MadeRows(tmp_path, entry, make, room=2 * 64)
+    assert np.array_equal(opened.read(np.array([5, 3, 5])), values[[5, 3, 5]]) and asked == [3, 5]
+    assert np.array_equal(opened.read(np.array([3, 9])), values[[3, 9]]) and asked == [3, 5, 9]
+    assert (opened.counters.rows, opened.counters.hits, opened.counters.bytes_read) == (3, 1, 3 * 64)
+    with pytest.raises(RequestError, match="E1261"):
+        opened.read(np.array([ROWS]))
+
+
+def test_a_closed_table(tmp_path: Path) -> None:
+    """E1270, as for stores; no read of a descriptor that may be another file's by now."""
+    path, entry, values = table(tmp_path, 64)
+    for opened in (FileRows(path, entry, None), MadeRows(tmp_path, entry, lambda row, into: None)):
+        opened.read(np.array([1]))
+        opened.close()
+        opened.close()
+        with pytest.raises(ClosedError, match="E1270"):
+            opened.read(np.array([1]))
+    assert values.shape == (ROWS, 64)

@@ -208,6 +208,25 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
     made.close()
 
 
+def test_the_table_by_rows(workshop: Workshop, tmp_path: Path) -> None:
+    """The embedding table of a source is read by rows, each once while it is kept; a change of the source is seen."""
+    source = shutil.copytree(TINY, tmp_path / "source")
+    virtual = open_virtual(source)
+    streamed = model(virtual, budget=4 * virtual.layers[0].stride, experts="reference")
+    (table,) = streamed.tables
+    name = "model.language_model.embed_tokens.weight"
+    whole = virtual.maker.dense(name).reshape(1024, -1)
+    ids = np.array([7, 1023, 0, 7])
+    assert table.entry.name == name and np.array_equal(table.read(ids), whole[ids])
+    assert np.array_equal(table.read(ids[::-1]), whole[ids[::-1]])
+    assert (table.counters.rows, table.counters.hits, table.counters.bytes_read) == (3, 3, 3 * whole.shape[1])
+    shard = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][name]
+    os.utime(source / shard, ns=(1, 1))
+    with pytest.raises(DataError, match="E1330"):
+        streamed.forward([9])
+    streamed.close()
+
+
 def test_a_source_elsewhere(tmp_path: Path) -> None:
     """Bytes may come from any storage, if a directory holds what a model and its words are made of."""
     files = {p.name: p.read_bytes() for p in TINY.iterdir() if p.is_file()}
