@@ -386,12 +386,15 @@ def _prompt(given: str, raw: bool) -> str:
 def _facts(session: Session, sampling: Sampling) -> dict[str, Any]:
     """What `run --json` says of the run beside the answer."""
     from pagestone.reader.leases import Totals
+    from pagestone.reader.memory import process_memory
 
     store = session.store
     return {
         "directory": str(session.path), "container_id": session.container.container_id, "io": store.mode,
         "experts": session.loading.experts, "sampling": asdict(sampling),
         "peak_bytes": getattr(store, "peak_bytes", None),
+        "memory": None if session.plan is None else session.plan.table(),
+        "process_peak_bytes": None if (process := process_memory()) is None else process.peak,
         "layers": {str(n): c.table() for n, c in Totals.of(store.counters).layers.items()},
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestone.reader.configs import is_int, read_config
+from pagestone.reader.dense_costs import DenseUse
 
 COMPUTED, ESTIMATED, MEASURED = "computed", "estimated", "measured"
 """How a number is known: by sizes; by a bound that holds in practice; as this process shows."""
@@ -24,7 +25,7 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element in the types models run in."""
 CHUNK = 64
 """Tokens that linear attention computes at once."""
-KERNELS = 1.25
+KERNELS = 1.35
 """What libraries' kernels take beside the tensors that can be seen: their copies in another order of bytes."""
 
 
@@ -47,6 +48,8 @@ class Footprint:
     """Of the logits of one token, beyond the one that is always made."""
     positions: int | None = None
     """Tokens the model was made for."""
+    dense: DenseUse | None = None
+    """What it does with dense tensors, if that is known."""
 
     def state_bytes(self, context: int) -> int:
         """Keys, values and recurrent state with room for `context` tokens."""

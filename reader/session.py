@@ -37,6 +37,7 @@ from pagestone.reader.memory_plan import (
     Needs,
     plan_memory,
     process_line,
+    settle_allocator,
     tokenizer_line,
     trim,
 )
@@ -155,6 +156,7 @@ class Session(Closing):
     def tokenizer(self) -> Tokenizer:
         """The container's tokenizer, or the one the options name. Raises as `open_tokenizer`."""
         if self.options.memory is not None:
+            settle_allocator()
             _ = self._footprint(CONTEXT)  # libraries are not the tokenizer's
         before = process_memory() if self.options.memory is not None else None
         opened = open_tokenizer(self.path, self.options.tokenizer, self.options.variables)
@@ -180,6 +182,7 @@ class Session(Closing):
         The libraries are imported for it, so that they can be measured.
         """
         options = self.options
+        settle_allocator()
         cap = available_memory() if options.memory is None else options.memory
         needs = Needs(MOST_BYTES if cap is None else cap, options.context, io or options.io, prompt, logits)
         model = self._footprint(max(CONTEXT, needs.context or 0, prompt or 0))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.strict_json import brief
 from pagestone.reader import transformers_inside as inside
 from pagestone.reader.configs import require_family, understood, vocabulary_of
@@ -34,6 +34,7 @@ from pagestone.reader.dense_modules import Places, find_places, put_modules, sto
 from pagestone.reader.errors import Closing
 from pagestone.reader.files import ANEW
 from pagestone.reader.footprint import RECURRENT_LAYERS, Footprint
+from pagestone.reader.footprint import footprint as by_config
 from pagestone.reader.libraries import quiet, reason, require
 from pagestone.reader.model import (
     BOTH,
@@ -157,7 +158,7 @@ class TransformersModel:
             outputs = self.model(
                 input_ids=torch.tensor([list(ids)], device=self.context.device),
                 use_cache=True,
-                logits_to_keep=0 if every else 1,
+                logits_to_keep=0 if every else _last(len(ids), self.context.device),
                 **{word: state},
             )
         return outputs.logits[0], getattr(outputs, word)
@@ -186,6 +187,17 @@ class TransformersModel:
             table.close()
 
 
+def _last(tokens: int, device: Any) -> torch.Tensor:
+    """The place of the last of `tokens`, for transformers to take its logits alone.
+
+    A place, not how many: the library would cut out a view, over which torch's product takes seconds for a head of
+    248,320 rows, and a copy of all its weights. The bits are the same.
+    """
+    import torch
+
+    return torch.tensor([tokens - 1], device=device)
+
+
 class _Transformers:
     """See `Host`."""
 
@@ -197,13 +209,27 @@ class _Transformers:
     def vocabulary_of(self, root: Path) -> int:
         return vocabulary_of(root)
 
-    def footprint(self, container: Container, how: Loading, longest: int) -> Footprint | None:
+    def footprint(self, container: Container, how: Loading, longest: int) -> Footprint:
         from pagestone.reader import experts  # noqa: F401 - what loading imports is there to be measured
+        from pagestone.reader.rehearsal import rehearse
 
         quiet()
         register_attention()
-        _empty_model(container, PACKED if how.attention is None else how.attention)
-        return None
+        model = _empty_model(container, PACKED if how.attention is None else how.attention)[0].eval()
+        kind: Any = type(model)
+        word = inside.state_word(kind)
+
+        def forward(ids: Any, state: Any) -> Any:
+            last = _last(ids.shape[1], ids.device)
+            return getattr(model(input_ids=ids, use_cache=True, logits_to_keep=last, **{word: state}), word)
+
+        try:
+            found = rehearse(model, forward, longest)
+        except (MemoryError, PagestoneError):
+            raise
+        except Exception:  # code of theirs that asks for values, where there are none
+            found = by_config(container.path, longest=longest)
+        return replace(found, dense=dense_use(container))
 
     def load(
         self, container: Container, store: ExpertStore, how: Loading, dense: DenseTensors | None = None
