@@ -45,8 +45,8 @@ def test_cells(bench):
     assert cells["cap GiB"] == "1.5" and cells["plan: experts GiB"] == "0.25" and cells["kills"] == "0"
     assert cells["MB read a token"] == "5 (5 .. 5)" and cells["hits %"] == "50 (50 .. 50)" and cells["others"] == "0.04"
     assert cells["later half"] == cells["major faults"] == "-"
-    cells = row(bench, rounds[0], {"code": -9, "kills": 1}, budget=GIB // 2)
-    assert cells["kills"] == "1, ended with [-9]" and cells["plan: experts GiB"] == "budget 0.50"
+    cells = row(bench, rounds[0], {"code": -9, "kills": 1}, {"code": -9, "kills": 1}, budget=GIB // 2)
+    assert cells["kills"] == "2, ended with [-9]" and cells["plan: experts GiB"] == "budget 0.50"
     text = bench.table([["a", "b"]], ["x", "y"])
     assert text == "| x | y |\n|---|---|\n| a | b |"
 
@@ -58,6 +58,54 @@ def test_what_is_not_tried_again(bench, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         bench.Row("x", "tree", Path("c"), 1, found=[{"code": -9, "rate": 1}]).measure(words)
     bench.Row("x", "tree", Path("c"), 1, found=[{"code": 1}]).measure(words)
+
+
+def test_a_round(bench, monkeypatch, tmp_path):
+    """It begins cold, in a group of cap + 5 %, with its own tree; what was told before it was killed counts."""
+    seen: list[Any] = []
+
+    class Group:
+        enter = "enter"
+
+        def __init__(self, limit: int) -> None:
+            seen.append(limit)
+
+        def facts(self) -> dict[str, Any]:
+            return {"kills": 1}
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    def ended(command: list[str], environment: dict[str, str], within: Any, limit: float) -> Any:
+        seen.extend([json.loads(command[-1]), environment["PYTHONPATH"], environment["OMP_NUM_THREADS"], within])
+        return bench.Ended(b'{"rate": 2}\n', "gone", -9, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(bench, "Group", Group)
+    monkeypatch.setattr(bench, "ended", ended)
+    monkeypatch.setattr(bench, "cold", lambda container: seen.append("cold") or 0.0)
+    words = argparse.Namespace(threads=2, readers=3, tokens=4, long=5, limit=6)
+    made = bench.Row("x", "a tree", tmp_path, 1000, 77)
+    made.measure(words)
+    assert seen[:2] == ["cold", 1050] and seen[3:] == ["a tree", "2", "enter", "closed"]
+    assert seen[2]["cap"] == 1000 and seen[2]["budget"] == 77 and seen[2]["container"] == str(tmp_path)
+    (found,) = made.found
+    assert (found["rate"], found["kills"], found["code"], found["complaint"]) == (2, 1, -9, "gone")
+
+
+def test_who_runs_what(bench, monkeypatch):
+    """This state has the cap; another the kept container and what the plan leaves experts, or what it had once."""
+    monkeypatch.setattr(
+        bench, "python", lambda tree, words: ({"cache_bytes": 5} if words[3] == "10" else {"refused": "small"}, None)
+    )
+    made = {pair: bench.Made(Path(pair), {}) for pair in ("q4+q4", "bf16+keep", "q4+keep")}
+    words = argparse.Namespace(caps=[10, 2 * GIB], pairs=["q4+q4", "bf16+keep"])
+    rows = bench.rows_of(words, "own", made, {"before": "old"})
+    assert [(r.name, r.tree, r.container.name, r.cap, r.budget) for r in rows[:4]] == [
+        ("q4+q4, this", "own", "q4+q4", 10, None), ("q4+keep, before", "old", "q4+keep", 10, 5),
+        ("bf16+keep, this", "own", "bf16+keep", 10, None), ("bf16+keep, before", "old", "bf16+keep", 10, 5),
+    ]  # fmt: skip
+    assert rows[5].budget == 2 * GIB - 105 * GIB // 100 and len(rows) == 8
+    assert len(bench.rows_of(words, "own", made, {})) == 4
 
 
 def test_the_last_line_counts(bench):
