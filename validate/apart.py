@@ -23,6 +23,7 @@ from pagestone.formats.text import size_text
 from pagestone.reader.memory_plan import Line, trim
 from pagestone.reader.model import Logits, Model, bytes_of
 from pagestone.reader.session import Session
+from pagestone.validate.choices import Score
 
 LOGIT_BYTES = 4
 """The most bytes of a logit as models compute them."""
@@ -86,6 +87,8 @@ class Heard:
         self._dtype: Any = None
         self.answers: list[str] = []
         """What it answered to the questions, in order."""
+        self.scores: list[list[Score]] = []
+        """What it made of the endings of choices, in order."""
 
     def listen(self, model: Model, pieces: Sequence[Sequence[int]]) -> None:
         """Run a model over windows of ids, and keep what it says."""
@@ -111,11 +114,11 @@ class Heard:
         self._scratch.close()
 
 
-def planned_model(session: Session, window: int) -> Model:
-    """The session's model under its `options.memory`, with room for the logits of a window and their comparison."""
+def planned_model(session: Session, rows: int) -> Model:
+    """The session's model under its `options.memory`, with room for so many rows of logits and their comparison."""
     vocabulary = session.vocabulary
-    compared = window * vocabulary * LOGIT_BYTES + COMPARED * WIDE * vocabulary * 8
-    plan = session.plan_for(prompt=session.options.context, logits=window, extra=[Line("logits compared", compared)])
+    compared = rows * vocabulary * LOGIT_BYTES + COMPARED * WIDE * vocabulary * 8
+    plan = session.plan_for(prompt=session.options.context, logits=rows, extra=[Line("logits compared", compared)])
     session.note(plan.text())
     store, notes = session.open_store(session.options.io, plan.cache_bytes if session.options.io == "direct" else None)
     model = session.model_over(store)

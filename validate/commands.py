@@ -166,9 +166,13 @@ def _compare(
     questions: Annotated[
         Path | None, typer.Option(help="JSON lines with question and answer: how many are answered to the letter.")
     ] = None,
+    choices: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines as HellaSwag or ARC have them: how often the right ending is the likeliest."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, max=MOST, help="At most this many tokens of the text.")] = 8192,
     window: Annotated[int, typer.Option(min=2, max=MOST, help="Tokens fed at once.")] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="At most this many questions.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="At most this many of each file.")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory for the container's experts.")] = None,
     memory: Annotated[
         str | None,
@@ -190,13 +194,14 @@ def _compare(
     from pagestone.reader.budget import parse_size
     from pagestone.validate import fidelity
 
-    if text is None and questions is None:
+    if text is None and questions is None and choices is None:
         raise RequestError(
-            "something to compare on expected, found neither --text nor --questions", code="E0006",
-            remedy="give --text FILE, --questions FILE or both",
+            "something to compare on expected, found neither --text nor --questions nor --choices", code="E0006",
+            remedy="give --text FILE, --questions FILE, --choices FILE or several",
         )  # fmt: skip
     request = fidelity.FidelityRequest(
-        directory, source, text=text, questions=questions, tokens=tokens, window=window, limit=limit, io=io,
+        directory, source, text=text, questions=questions, choices=choices, tokens=tokens, window=window,
+        limit=limit, io=io,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer, experts=experts,
         memory=None if memory is None else parse_size(memory), scratch=scratch,
     )  # fmt: skip

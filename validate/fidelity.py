@@ -3,7 +3,7 @@
 The source runs in unmodified transformers with its eager experts; the container runs through the reader. Under a cap of
 memory the source runs first, as a virtual container (`validate/apart.py`), with the same logits. Over a text,
 in windows: KL divergence KL(source || container), agreement of the first choice, perplexity of both. Over questions:
-how many each answers to the letter, greedily.
+how many each answers to the letter, greedily. Over choices: how often each finds the right ending likeliest.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.text import Tokenizer, check_ids, end_tokens, open_tokenizer
 from pagestone.validate import requests
 from pagestone.validate.apart import COMPARED, Heard, Scratch, let_go, planned_model
+from pagestone.validate.choices import Choice, ChoiceResult, longest, over_choices, read_choices, scores
 from pagestone.validate.virtual import open_virtual
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class FidelityRequest:
     source: Path
     text: Path | None = None
     questions: Path | None = None
+    choices: Path | None = None
     tokens: int = 8192
     window: int = 256
     limit: int | None = None
@@ -101,6 +103,7 @@ class Fidelity:
     experts: str
     text_result: TextResult | None = None
     questions: QuestionResult | None = None
+    choices: ChoiceResult | None = None
 
     def table(self) -> dict[str, Any]:
         """For --json."""
@@ -122,6 +125,11 @@ class Fidelity:
             heads += ["right", "same answer"]
             source += [f"{q.source_right} of {q.asked}", ""]
             ours += [f"{q.container_right} of {q.asked}", f"{q.agree} of {q.asked}"]
+        if (c := self.choices) is not None:
+            heads += ["chosen right", "by length", "same choice"]
+            source += [f"{c.source_right} of {c.asked}", f"{c.source_right_normalised} of {c.asked}", ""]
+            ours += [f"{c.container_right} of {c.asked}", f"{c.container_right_normalised} of {c.asked}",
+                     f"{c.agree} of {c.asked}"]  # fmt: skip
         rows = [heads, source, ours]
         widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -146,7 +154,7 @@ def compare(request: FidelityRequest, progress: Callable[[str], None] = lambda _
             source = Heard(Scratch(request.scratch, sum(map(len, pieces)), work.vocabulary), work.vocabulary)
             opened.callback(source.close)
             _listen(source, pieces, request, work, progress)
-            container = planned_model(session, request.window)
+            container = planned_model(session, work.rows(request.window))
             opened.callback(container.close)
         return _result(request, session, work, source, container, progress)
 
@@ -159,12 +167,19 @@ class _Work:
     ids: list[int] | None
     questions: list[tuple[str, str]] | None
     asked: list[list[int]]
+    choices: list[Choice] | None
+    scored: int
+    """Ids of the longest choice."""
     vocabulary: int
     ends: frozenset[int]
 
+    def rows(self, window: int) -> int:
+        """The most rows of logits that are made at once."""
+        return max(1, self.scored, 0 if self.ids is None else min(window, len(self.ids)))
+
     def longest(self, window: int) -> int:
         """Tokens: the most that a model must remember."""
-        return max([*(len(ids) + ANSWER for ids in self.asked), 0 if self.ids is None else min(window, len(self.ids))])
+        return max([*(len(ids) + ANSWER for ids in self.asked), self.rows(window)])
 
 
 def _options(request: FidelityRequest) -> SessionOptions:
@@ -181,7 +196,10 @@ def _work(request: FidelityRequest, session: Session) -> _Work:
     asked = [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions or []]
     for some in [*([] if ids is None else [ids]), *asked]:
         check_ids(some, session.vocabulary, tokens.place)
-    return _Work(tokens, ids, questions, asked, session.vocabulary, end_tokens(session.path, tokens))
+    choices = None if request.choices is None else read_choices(request.choices, request.limit)
+    scored = longest(tokens, choices or [], lambda some: check_ids(some, session.vocabulary, tokens.place))
+    ends = end_tokens(session.path, tokens)
+    return _Work(tokens, ids, questions, asked, choices, scored, session.vocabulary, ends)
 
 
 def _listen(
@@ -193,10 +211,11 @@ def _listen(
     )
     progress("the source, encoded as it is read")
     with Session(request.source, options, progress, opener=lambda path: open_virtual(Path(path))) as session:
-        model = planned_model(session, request.window)
+        model = planned_model(session, work.rows(request.window))
         try:
             heard.listen(model, pieces)
             heard.answers = answers(model, work.tokens, work.questions or [], work.ends)
+            heard.scores = scores(model, work.tokens, work.choices or [])
         finally:
             model.close()
     del model
@@ -218,6 +237,10 @@ def _result(
     if work.questions is not None:
         progress(f"{len(work.questions)} questions")
         result.questions = over_questions(source, container, work.tokens, work.questions, work.ends)
+    if work.choices is not None:
+        progress(f"{len(work.choices)} choices")
+        theirs = source.scores if isinstance(source, Heard) else scores(source, work.tokens, work.choices)
+        result.choices = over_choices(work.choices, theirs, scores(container, work.tokens, work.choices))
     return result
 
 
