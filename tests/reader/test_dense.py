@@ -9,6 +9,7 @@ import pytest
 from kits.inference import Workshop, flip
 
 from pagestone.formats.errors import DataError
+from pagestone.reader import dense as dense_module
 from pagestone.reader.container import Container, open_container
 from pagestone.reader.dense import DenseTensors, encoded_matrices, load_dense
 from pagestone.reader.dense_costs import DenseUse, dense_costs, likely_use
@@ -77,6 +78,40 @@ def test_a_flipped_bit_in_a_file_of_matrices(workshop: Workshop, tmp_path: Path,
         handle.truncate(short)
     with pytest.raises(DataError):
         loaded(container, verify=False)
+
+
+def test_a_file_that_becomes_shorter_meanwhile(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E1205 also where digests are not compared: what was not read is not taken for zeros."""
+    container = open_container(workshop.copy("int8", tmp_path / "c", dense="int8"))
+    placed = encoded_matrices(container)
+    last = [*placed.values()][-1]
+    with (container.path / last.matrix.file).open("r+b") as handle:
+        handle.truncate(last.offset + 4096)
+    monkeypatch.setattr(dense_module, "encoded_matrices", lambda _: placed)
+    with pytest.raises(DataError, match=rf"the file ended at byte {last.offset + 4096}.*E1205"):
+        load_dense(container, [], "direct", verify=False, matrices=[last.matrix.name])
+
+
+def test_records_are_in_private_memory_of_huge_pages(workshop: Workshop) -> None:
+    """Anonymous memory that is marked for huge pages, where the kernel says how memory is marked."""
+    container = open_container(workshop.container("int8", dense="int8"))
+    matrix = loaded(container).matrices["lm_head"]
+    smaps, address, inside = Path("/proc/self/smaps"), matrix.codes.array.ctypes.data, False
+    if not smaps.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("no table of maps, or no huge pages")
+    flags: list[str] = []
+    for line in smaps.read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, end = (int(word, 16) for word in words[0].split("-"))
+            inside = first <= address < end
+            if inside:
+                assert words[1][3] == "p" and words[4] == "0", line  # private, of no file
+        elif inside and words[0] == "VmFlags:":
+            flags = words
+    assert "hg" in flags
 
 
 def test_tables_are_not_loaded(workshop: Workshop, tmp_path: Path) -> None:
