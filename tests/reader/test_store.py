@@ -21,11 +21,12 @@ from pagestone.formats.errors import DataError, MachineError, RequestError
 from pagestone.formats.manifest import RECORDS
 from pagestone.reader.container import Container, open_container, open_to_run
 from pagestone.reader.dense import dense_entries, load_dense
+from pagestone.reader.errors import ClosedError
 from pagestone.reader.files import DirectFile, private_buffer
 from pagestone.reader.leases import Counters, LeaseError
-from pagestone.reader.store import StoreOptions, open_store
+from pagestone.reader.store import ExpertStore, StoreOptions, open_anew, open_store
 
-CASES = [("mmap", None), ("resident", None), ("direct", 1), ("direct", 5), ("direct", None)]
+CASES = [("anew", None), ("mmap", None), ("resident", None), ("direct", 1), ("direct", 5), ("direct", None)]
 """(io, budget in records)."""
 
 
@@ -45,9 +46,17 @@ def options(container: Container, io: str, records: int | None, **how: Any) -> S
     return StoreOptions(io, None if records is None else records * stride, **how)
 
 
+def opened(container: Container, io: str, records: int | None, *, beside: bool = True) -> ExpertStore:
+    """A store of any kind, the judges' too."""
+    if io == "anew":
+        return open_anew(container, beside=beside)
+    return open_store(container, options(container, io, records, beside=beside))[0]
+
+
 def everything(container: Container, **how: Any) -> Iterator[tuple[int, int, bytes]]:
     """(layer, expert, record) of every expert, through a store."""
-    store, _ = open_store(container, options(container, how.pop("io"), how.pop("records", None), **how))
+    io, records = how.pop("io"), how.pop("records", None)
+    store = open_store(container, options(container, io, records, **how))[0] if how else opened(container, io, records)
     try:
         for number, layer in container.layers.items():
             with store.step(number, range(len(layer))) as step:
@@ -65,7 +74,7 @@ def test_every_store_gives_the_mapped_bytes(workshop: Workshop, codec: str, io: 
     container = open_container(workshop.container(codec))
     for number, expert, record in everything(container, io=io, records=records):
         assert record == container.layers[number].expert(expert).record.tobytes()
-    store, _ = open_store(container, options(container, io, records))
+    store = opened(container, io, records)
     with store.step(1, [3]) as step, step.lease(3) as lease:
         want = container.layers[1].expert(3)
         for part in ("gate", "up", "down", "gate_up"):
@@ -83,7 +92,7 @@ def test_every_store_gives_the_mapped_bytes(workshop: Workshop, codec: str, io: 
 def test_the_rules_of_leasing_hold_in_every_store(workshop: Workshop, io: str, records: int | None) -> None:
     """A lease beyond its step, a view beyond its lease, an expert beyond the step."""
     container = open_container(workshop.container("int8"))
-    store, _ = open_store(container, options(container, io, records))
+    store = opened(container, io, records)
     with pytest.raises(LeaseError, match="E1210"), store.step(0, [1]) as step:
         step.lease(1)
     with pytest.raises(LeaseError, match="E1211"), store.step(0, [1]) as step, step.lease(1) as lease:
@@ -573,6 +582,96 @@ def test_no_descriptor_is_left_open(workshop: Workshop) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+# -- anew -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_reads_anew_keeps_nothing(workshop: Workshop) -> None:
+    """A record is read at each lease, counted, and gone with it; two leases at once are two records in memory."""
+    container = open_container(workshop.container("int8"))
+    stride = container.layers[0].stride
+    store = open_anew(container)
+    assert store.mode == "anew" and store.peak_bytes == 0
+    with store.step(2, [4, 9]) as step:
+        assert store.counters[2] == Counters(), "nothing is read before it is leased"
+        for expert in (4, 9, 4):
+            with step.lease(expert) as lease:
+                assert store.open_leases == 1 and lease.number == expert
+    found = store.counters[2]
+    assert (found.misses, found.hits, found.bytes_read) == (3, 0, 3 * stride) and found.wait_seconds > 0
+    assert store.counters[0] == Counters() and store.peak_bytes == stride and store._held == 0
+    with store.step(2, [4, 9]) as step, step.lease(4), step.lease(9):
+        assert store.open_leases == 2 and store._held == 2 * stride
+    assert store.peak_bytes == 2 * stride and store._held == 0 and store.open_leases == 0
+    store.close()
+    with pytest.raises(ClosedError, match="E1270"):
+        store.step(2, [4])
+
+
+def test_what_is_read_anew_is_checked_each_time(damaged: Path) -> None:
+    """A bit (E1201) and a cut (E1202) that come between two leases of one step; row sums when it opens (E1206)."""
+    container = open_container(damaged)
+    layer = container.layers[1]
+    offset = layer.layout.record_offset(len(layer) - 1)
+    store = open_anew(container)
+    with store.step(1, [len(layer) - 1]) as step:
+        with step.lease(len(layer) - 1):
+            pass
+        flip(layer.path, offset + 11)
+        with pytest.raises(DataError, match=rf"{layer.path.name}: expert {len(layer) - 1} .*E1201"):
+            step.lease(len(layer) - 1)
+        os.truncate(layer.path, offset + layer.stride - 1)
+        with pytest.raises(
+            DataError, match=rf"expert {len(layer) - 1}: {layer.stride} bytes .* after {layer.stride - 1}"
+        ):
+            step.lease(len(layer) - 1)
+        layer.path.unlink()
+        with pytest.raises(MachineError, match=rf"{layer.path.name}.*E1203"):
+            step.lease(len(layer) - 1)
+    assert store.open_leases == 0
+    store.close()
+    other = container.layers[0]
+    assert other.entry.sidecar is not None
+    path = damaged / other.entry.sidecar
+    flip(path, path.stat().st_size - 7)
+    with pytest.raises(DataError, match=rf"{path.name}: xxh3 of the sidecar .*E1206"):
+        open_anew(container)
+
+
+def test_what_is_read_anew_leaves_the_page_cache(workshop: Workshop, tmp_path: Path) -> None:
+    """Plain reads go through it, and it is asked to forget them."""
+    asked: list[tuple[int, int]] = []
+    container = open_container(workshop.container("int8"))
+    layer, real = container.layers[0], os.posix_fadvise
+    store = open_anew(container)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            os, "posix_fadvise", lambda handle, at, size, how: (asked.append((at, size)), real(handle, at, size, how))
+        )
+        with store.step(0, [2]) as step, step.lease(2):
+            pass
+    store.close()
+    offset = layer.layout.record_offset(2)
+    assert any(at <= offset and at + size >= offset + layer.stride for at, size in asked)
+
+
+def test_dense_tensors_read_anew(workshop: Workshop, damaged: Path) -> None:
+    """Through the page cache, not past it; the same bytes; compared with the digest all the same."""
+    container = open_container(workshop.container("int8"))
+    names = list(dense_entries(container))
+    direct, anew = (load_dense(container, names, mode) for mode in ("direct", "anew"))
+    assert anew.mode == "anew" and anew.bytes_read == direct.bytes_read
+    assert all(np.array_equal(direct.arrays[n], anew.arrays[n]) for n in names)
+    flip(next(damaged.glob("dense-*")), 70_000)
+    with pytest.raises(DataError, match="E1205"):
+        load_dense(open_container(damaged), names, "anew")
+    modes = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = DirectFile.__init__
+        patch.setattr(DirectFile, "__init__", lambda self, *a, **k: (real(self, *a, **k), modes.append(self.mode))[0])
+        load_dense(container, names, "anew")
+    assert modes and set(modes) == {"buffered"}
+
+
 # -- row sums ---------------------------------------------------------------------------------------------------------
 
 
@@ -580,7 +679,7 @@ def test_no_descriptor_is_left_open(workshop: Workshop) -> None:
 def test_row_sums_come_with_every_lease(workshop: Workshop, io: str, records: int | None) -> None:
     """The sidecar's rows, cut as the matrices are; none where they are not wanted, or where a codec has none."""
     container = open_container(workshop.container("int8"))
-    store, _ = open_store(container, options(container, io, records))
+    store = opened(container, io, records)
     with store.step(1, [3, 5]) as step:
         for number in (3, 5):
             with step.lease(number) as lease:
@@ -591,7 +690,7 @@ def test_row_sums_come_with_every_lease(workshop: Workshop, io: str, records: in
     store.close()
     for codec, wanted in (("int8", False), ("fp8", True)):
         container = open_container(workshop.container(codec))
-        store, _ = open_store(container, options(container, io, records, beside=wanted))
+        store = opened(container, io, records, beside=wanted)
         with store.step(1, [3]) as step, step.lease(3) as lease:
             assert lease.expert.gate_up.row_sums is None and lease.expert.down.row_sums is None
         store.close()
