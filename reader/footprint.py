@@ -59,6 +59,11 @@ class Footprint:
     def working_bytes(self, tokens: int) -> int:
         """What feeding `tokens` at once takes for a while, logits of one of them included."""
         points = self.working
+        passed = [most for above, most in points if above <= tokens]  # a shorter prompt may take more
+        return max(self._at(tokens), *passed, 0)
+
+    def _at(self, tokens: int) -> int:
+        points = self.working
         if tokens <= points[0][0]:
             return points[0][1]
         for (below, less), (above, more) in pairwise(points):

@@ -186,7 +186,13 @@ class Session(Closing):
         cap = available_memory() if options.memory is None else options.memory
         needs = Needs(MOST_BYTES if cap is None else cap, options.context, io or options.io, prompt, logits)
         model = self._footprint(max(CONTEXT, needs.context or 0, prompt or 0))
-        return plan_memory(self.container, self.loading, needs, model=model, process=self._process(), extra=extra)
+        plan = plan_memory(self.container, self.loading, needs, model=model, process=self._process(), extra=extra)
+        held = process_memory()
+        free = None if cap is None or held is None else available_memory()
+        if held is None or free is None or free + held.now >= plan.cap:
+            return plan
+        note = f"only {size_text(free)} more can be had on this machine, or in this control group"
+        return replace(plan, notes=(*plan.notes, note))
 
     def _footprint(self, longest: int) -> Footprint | None:
         """What the host says of the model with prompts of up to `longest` tokens, asked once."""

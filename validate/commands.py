@@ -149,7 +149,8 @@ def _verify_logits(
     request = logits.LogitsRequest(
         directory, source=source, prompts=prompts, ids=ids, steps=steps, io=io, threads=threads, against=against,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer,
-        experts=experts, audit=audit, resident=resident, memory=None if memory is None else parse_size(memory),
+        experts=experts, audit=audit, resident=resident,
+        memory=None if memory is None else parse_size(memory, "--memory"),
     )  # fmt: skip
     result = logits.verify_logits(request, _progress)
     print(json.dumps(result.table(None), indent=1) if as_json else logits.report(result), flush=True)
@@ -203,7 +204,7 @@ def _compare(
         directory, source, text=text, questions=questions, choices=choices, tokens=tokens, window=window,
         limit=limit, io=io,
         budget=None if budget is None else parse_size(budget), tokenizer=tokenizer, experts=experts,
-        memory=None if memory is None else parse_size(memory), scratch=scratch,
+        memory=None if memory is None else parse_size(memory, "--memory"), scratch=scratch,
     )  # fmt: skip
     result = fidelity.compare(request, _progress)
     print(json.dumps(result.table(), indent=1) if as_json else result.text())

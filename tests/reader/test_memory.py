@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kits.groups import joining, memory_group
 
 from pagestone.reader import budget
 from pagestone.reader.memory import available_memory
@@ -196,17 +198,12 @@ def test_the_default_budget_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A group of our own below this process's, limited to 300 MiB, where this user may make one."""
-    place = Path("/sys/fs/cgroup/memory")
-    lines = Path("/proc/self/cgroup").read_text().splitlines() if place.is_dir() else []
-    own = next((x.split(":", 2)[2] for x in lines if "memory" in x.split(":")[1].split(",")), "/")
-    made = place / own.lstrip("/") / f"pagestone-test-{os.getpid()}"
-    try:
-        made.mkdir()
-        (made / "memory.limit_in_bytes").write_text(str(300 << 20))
-    except OSError as error:
-        pytest.skip(f"no group of version 1 can be made here: {error}")
-    yield made
-    made.rmdir()
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(memory_group(300 << 20))
+        except OSError as error:
+            pytest.skip(f"no group of version 1 can be made here: {error}")
+        yield made
 
 
 def test_a_real_group_of_version_1(group: Path, tmp_path: Path) -> None:
@@ -219,8 +216,7 @@ def test_a_real_group_of_version_1(group: Path, tmp_path: Path) -> None:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     code = (
-        f"import os, pathlib; pathlib.Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()));"
-        f"f = open({str(data)!r}, 'rb')\nwhile f.read(1 << 20): pass\n"
+        f"{joining(group)}f = open({str(data)!r}, 'rb')\nwhile f.read(1 << 20): pass\n"
         "from pagestone.reader.memory import available_memory as left; print(left())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
