@@ -305,6 +305,15 @@ def _open(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC)
 
 
+def open_scattered(path: Path, flags: int) -> int:
+    """An `opener` for files of which pieces here and there are read: the kernel reads nothing ahead of them."""
+    handle = _open(path, flags)
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+    return handle
+
+
 class Ranges:
     """Ranges of a file, disjoint and in order."""
 

@@ -32,7 +32,7 @@ from pagestone.formats.digests import digest, layer_digest
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
 from pagestone.formats.manifest import RECORDS
-from pagestone.formats.storage import place_of
+from pagestone.formats.storage import LocalDirectory, Place, open_scattered, place_of
 from pagestone.reader.cache import ExpertCache, RecordReader
 from pagestone.reader.container import NOTHING, Beside, Container, Layer, sidecar_views
 from pagestone.reader.errors import Closing, expert_numbers, layer_of
@@ -248,7 +248,8 @@ class PlainRecords:
 
     def read(self, layer: Layer, expert: int, into: memoryview) -> None:
         """Fill `into` with a record and check its digest."""
-        file = place_of(layer.path, once=True)
+        # neighbours are not wanted next, and would be forgotten with it: reading them ahead was half of all reads
+        file = Place(LocalDirectory(layer.path, once=True, opener=open_scattered))
         with MachineErrors(layer.path, "reading"):
             got = file.read_into(into, layer.layout.record_offset(expert))
         _require_whole(layer, expert, got)
