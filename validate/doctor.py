@@ -26,7 +26,7 @@ from pagestone.reader import libraries
 from pagestone.reader.budget import largest_record
 from pagestone.reader.container import Container
 from pagestone.reader.memory import available_memory, group_room
-from pagestone.reader.memory_plan import MemoryPlan, Needs, libraries_line, plan_memory
+from pagestone.reader.memory_plan import MemoryPlan, Needs, plan_memory
 from pagestone.reader.model import AUTO, NATIVE, Loading, experts_for
 from pagestone.validate.examined import (
     CHECKPOINT,
@@ -215,7 +215,8 @@ def diagnose(path: Path, memory: int | None = None) -> Report:
     """
     findings = Findings()
     examined = examine(path, findings)
-    report = Report(path, examined.kind, _processor(findings), _memory(memory, findings), findings)
+    processor = _processor(examined, findings)
+    report = Report(path, examined.kind, processor, _memory(memory, findings), findings)
     _tokenizer(examined, findings)
     container = examined.container
     report.disk = _disk(examined, RECORD if container is None else largest_record(container), findings)
@@ -228,7 +229,7 @@ def diagnose(path: Path, memory: int | None = None) -> Report:
     return report
 
 
-def _processor(findings: Findings) -> Processor:
+def _processor(examined: Examined, findings: Findings) -> Processor:
     note = native.slow_note()
     isa = findings.attempt(native.isa)
     if isa is None:
@@ -242,7 +243,7 @@ def _processor(findings: Findings) -> Processor:
     torch = None
     try:
         libraries.require("torch", "transformers")
-        torch = findings.attempt(_torch)
+        torch = findings.attempt(partial(_torch, examined, findings))
     except RequestError as error:
         findings.of(error, WARNING)
     cores = default_workers()
@@ -250,8 +251,9 @@ def _processor(findings: Findings) -> Processor:
     return Processor(cpu(), cores, isa, native.available(), threads, torch)
 
 
-def _torch() -> TorchRates:
+def _torch(examined: Examined, findings: Findings) -> TorchRates:
     try:
+        findings.attempt(examined.load_libraries)  # before anything is measured: it would be counted as theirs
         return torch_rates(*TORCH_SHAPE)
     except (ImportError, RuntimeError) as error:
         raise RequestError(
@@ -337,7 +339,7 @@ def _encodings(container: Container) -> list[Codec]:
 
 
 def _plan(examined: Examined, container: Container, cap: int) -> MemoryPlan:
-    lines = [libraries_line(), *([] if (tokenizer := examined.tokenizer) is None else [tokenizer])]
+    lines = [examined.libraries, *([] if (tokenizer := examined.tokenizer) is None else [tokenizer])]
     how = Loading(experts_for(container.manifest.codec, AUTO))
     return plan_memory(container, how, Needs(cap), model=examined.footprint, process=lines)
 

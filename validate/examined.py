@@ -7,7 +7,7 @@ said of the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from pagestone.formats.layer_file import LayerHeader, sidecar_name
 from pagestone.formats.layout import matrix_record
 from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry
+from pagestone.reader import hosts
 from pagestone.reader.budget import all_records
 from pagestone.reader.configs import read_config
 from pagestone.reader.container import Beside, Container, Layer, open_container, open_to_run
@@ -33,7 +34,8 @@ from pagestone.reader.dense import dense_entries, encoded_matrices
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.footprint import Footprint, Sizes, footprint
 from pagestone.reader.made import MadeContainer
-from pagestone.reader.memory_plan import TOKENIZER, VOCABULARY, Line
+from pagestone.reader.memory_plan import CONTEXT, TOKENIZER, VOCABULARY, Line, libraries_line, process_line
+from pagestone.reader.model import AUTO, Loading, experts_for
 from pagestone.reader.text import TOKENIZER_FILES
 from pagestone.validate.findings import ERROR, UNREAD, WARNING
 from pagestone.validate.forecast import Work
@@ -98,6 +100,21 @@ class Examined:
     kind: str
     container: Container | None = None
     plan: Plan | None = None
+    libraries: Line = field(default_factory=libraries_line)
+    """What the interpreter and libraries take."""
+    told: Footprint | None = None
+    """What a host says of the model."""
+
+    def load_libraries(self) -> None:
+        """Import what a container's model needs, to measure it: the plan is then the one that `run` makes.
+
+        Raises `RequestError` for a model that cannot be run. Not for checkpoints, which are made containers first.
+        """
+        if self.kind != CONTAINER or self.container is None:
+            return
+        how = Loading(experts_for(self.container.manifest.codec, AUTO))
+        self.told = hosts.get(hosts.DEFAULT).footprint(self.container, how, CONTEXT)
+        self.libraries = process_line()
 
     @cached_property
     def _config(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,7 +123,7 @@ class Examined:
     @cached_property
     def footprint(self) -> Footprint:
         """Beside the weights; raises as `read_config`."""
-        return footprint(self.path)
+        return self.told or footprint(self.path)
 
     @cached_property
     def chosen(self) -> int:

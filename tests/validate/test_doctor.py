@@ -100,6 +100,8 @@ def test_a_container(workshop: Workshop, codec: str) -> None:
     container = open_container(path)
     assert codes(report) == [] and report.exit_code == 0 and report.kind == "container"
     assert report.plan is not None and report.plan.cap == 3 * GIB and report.plan.records == all_records(container)
+    libraries_known = {line.name: line.known for line in report.plan.lines}["interpreter and libraries"]
+    assert libraries_known == ("estimated" if report.processor.torch is None else "measured")
     assert report.plan.line("tokenizer") > 0 and report.plan.line("row sums of experts") == row_sum_bytes(container)
     assert report.disk is not None and report.rates is not None and report.rates.disk == report.disk.rate
     assert report.disk.size == largest_record(container)
@@ -177,7 +179,7 @@ def test_a_cap_that_misses(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) 
         return found
 
     monkeypatch.setattr(doctor, "_plan", small)
-    slow = rates.DiskRate(10e6, "direct", MIB, 9, 0.1, 2)
+    slow = rates.DiskRate(1e4, "direct", MIB, 9, 0.1, 2)
     monkeypatch.setattr(doctor, "disk_rate", lambda files, size: slow)
     report = diagnose(path, 4 * GIB)
     now, half, double = (row.token for row in report.rows)
@@ -249,6 +251,21 @@ class TestGoesOn:
         shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("tokenizer*"))
         report = diagnose(path, GIB)
         assert codes(report) == ["E1230"] and report.exit_code == 0 and report.plan is not None
+        assert_rest(report)
+
+    def test_a_model_that_cannot_be_run(self, workshop: Workshop, tmp_path: Path, oracle: Callable[[str], Any]) -> None:
+        """The libraries refuse the config: said, and sizes are foretold all the same."""
+        oracle("torch")
+        oracle("transformers")
+        source = tmp_path / "s"
+        shutil.copytree(TINY, source)
+        config = json.loads((source / "config.json").read_text())
+        text = config.get("text_config", config)
+        text["hidden_act"] = "nothing known"
+        (source / "config.json").write_text(json.dumps(config))
+        report = diagnose(workshop.container("int8", source), GIB)
+        assert codes(report) == ["E1225"] and report.exit_code == 2 and report.plan is not None
+        assert report.rows[0].token is not None
         assert_rest(report)
 
     def test_a_cap_that_is_too_small(self, workshop: Workshop) -> None:
