@@ -67,7 +67,9 @@ def test_the_forms_of_a_line(tmp_path: Path) -> None:
         HELLASWAG | {"label": -1}, HELLASWAG | {"label": True}, HELLASWAG | {"label": 1.0},
         HELLASWAG | {"label": "9" * 50}, HELLASWAG | {"endings": ["one"], "label": 0},
         HELLASWAG | {"endings": ["a", " "]}, HELLASWAG | {"endings": "ab"},
-        HELLASWAG | {"ctx": None}, ARC | {"answerKey": "E"}, ARC | {"choices": {"text": ["a", "b"], "label": ["A"]}},
+        HELLASWAG | {"ctx": None}, ARC | {"answerKey": "E"},
+        ARC | {"choices": {"text": ["a", "b"], "label": ["A", "C", "B"]}},
+        ARC | {"choices": {"text": ["a", "b"], "label": ["A"]}},
         ARC | {"choices": {"text": ["a", "b"], "label": ["C", "C"]}}, {"question": "?", "choices": ["a", "b"]},
         {"question": "?", "choices": ["a", "a"], "answer": "a"},
         {"question": "?", "choices": ["a", "b"], "answer": True},
@@ -132,6 +134,15 @@ def test_scores_are_of_the_endings_tokens() -> None:
         assert math.isclose(score.nats, expected, rel_tol=1e-12)
         assert math.isclose(score.normalised, expected / len(ending.encode()))
     assert model.fed == [4, 3], "the last token is not fed: nothing follows it"
+
+
+def test_logits_of_any_size() -> None:
+    """What is common to all logits of a row says nothing, however much it is."""
+    model: Any = Follows()
+    (before,) = scores(model, Letters(), [Choice("ab", ("cd", "e"), 0)])  # type: ignore[arg-type]
+    model.table += 2000
+    (after,) = scores(model, Letters(), [Choice("ab", ("cd", "e"), 0)])  # type: ignore[arg-type]
+    assert all(math.isclose(a.nats, b.nats, rel_tol=1e-9) for a, b in zip(before, after, strict=True))
 
 
 def test_where_context_and_ending_part() -> None:
