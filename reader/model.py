@@ -32,6 +32,11 @@ KEYS_AND_VALUES, RECURRENT, BOTH = "keys and values", "recurrent", "both"
 """Kinds of state: it grows with every token and its end can be cut off; it is of one size and cannot go back; or some
 layers have one and some the other."""
 
+GRID = 64
+"""Tokens that linear attention computes as one chunk: pieces of a prompt are multiples."""
+PIECE = 512
+"""Tokens of a longer prompt that a layer works on at once, unless another number is asked for."""
+
 Logits: TypeAlias = "torch.Tensor | Array"
 """[n, vocabulary], of torch or of NumPy, in the type the model computed them in."""
 
@@ -122,7 +127,8 @@ class Model(Protocol):
     def surroundings(self) -> Mapping[str, Mapping[str, Any]]:
         """What the bytes of its logits may depend on, for audits, besides the processor and the container.
 
-        "versions" of libraries and numbers of "threads" by name; "model": "host", "class", "dtype" and "attention".
+        "versions" of libraries and numbers of "threads" by name; "model": "host", "class", "dtype", "attention" and
+        "prefill_piece", None where a prompt is worked on whole.
         """
 
     def close(self) -> None:
@@ -165,6 +171,16 @@ def check_device(word: str) -> None:
         )
 
 
+def check_piece(piece: int | None) -> None:
+    """Refuse (E1282) pieces of a prompt that do not keep linear attention's grid of chunks."""
+    if piece is not None and (piece < GRID or piece % GRID):
+        raise RequestError(
+            f"pieces of a prompt of a multiple of {GRID} tokens expected, found {piece}",
+            code="E1282",
+            remedy="leave it out, or give a multiple",
+        )
+
+
 def check_runnable(container: Container) -> None:
     """Refuse, by name, what no model can be made of: partial containers, layers of unequal expert counts."""
     if container.manifest.partial is not None:
@@ -190,11 +206,12 @@ def check_runnable(container: Container) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How a model is to be made of a container and a store. Raises `RequestError` (E1244, E1290).
+    """How a model is to be made of a container and a store. Raises `RequestError` (E1244, E1282, E1290).
 
     `experts` is one of `PRODUCTS`; `attention` a name the host knows, None for its own choice; `verify` compares dense
     tensors with their digests; `context` is how many tokens the state has room for from the beginning, None to let it
-    grow; `linears` is how dense matrices in an encoding are multiplied, None as `experts`.
+    grow; `linears` is how dense matrices in an encoding are multiplied, None as `experts`; `prefill_piece` is how many
+    tokens of a prompt a layer works on at once (`reader/pieces.py`), None for all.
     """
 
     experts: str = NATIVE
@@ -203,8 +220,10 @@ class Loading:
     verify: bool = True
     context: int | None = None
     linears: str | None = None
+    prefill_piece: int | None = PIECE
 
     def __post_init__(self) -> None:
         check_experts(self.experts)
         check_experts(self.experts if self.linears is None else self.linears)
+        check_piece(self.prefill_piece)
         check_device(self.device)

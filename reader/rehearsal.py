@@ -146,17 +146,18 @@ Forward = Callable[[Any, Any], Any]
 """(ids int64 [1, n] on the meta device, state) -> the state after them, logits of the last token made meanwhile."""
 
 
-def rehearse(model: Any, forward: Forward, longest: int) -> Footprint:
+def rehearse(model: Any, forward: Forward, longest: int, piece: int | None = None) -> Footprint:
     """What a model of the meta device takes beside its weights, with prompts of up to `longest` tokens.
 
-    The model is not to be used afterwards: layers of it were taken away. `forward` feeds it. Raises whatever code that
+    `piece` is the longest prompt that is worked on whole, if there is one: there what is in use has a bend. The model
+    is not to be used afterwards: layers of it were taken away. `forward` feeds it. Raises whatever code that
     asks for values raises, where there are none.
     """
     alike = _leave_alike(model)
     _replace_experts(model)
     text = model.config.get_text_config()
     points, state = [], None
-    for tokens in sorted({min(SHORT, longest), longest}):
+    for tokens in sorted({min(SHORT, longest), min(piece or longest, longest), longest}):
         peak, state = _peak(model, forward, tokens)
         points.append((tokens, int(peak * KERNELS) + text.vocab_size * SAMPLING))
     token_bytes, windows, fixed = _state(state, alike)

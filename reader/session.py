@@ -45,6 +45,7 @@ from pagestone.reader.model import (
     AUTO,
     CPU,
     NATIVE,
+    PIECE,
     Loading,
     Model,
     check_device,
@@ -71,7 +72,8 @@ class SessionOptions:
     for experts alone, for `direct` only; without either, experts get a share of what is free. `context` is how many
     tokens prompts and answers have together, None for what the plan chooses, or without `memory` for as many as there
     are. `experts` is "auto" or one of `model.PRODUCTS`; `tokenizer` is a directory that holds one, `variables` are
-    given to its chat template; `host` names one of `hosts.registry()`, `attention` a function it knows.
+    given to its chat template; `host` names one of `hosts.registry()`, `attention` a function it knows,
+    `prefill_piece` is as in `Loading`.
     """
 
     io: str = "direct"
@@ -85,6 +87,7 @@ class SessionOptions:
     attention: str | None = None
     memory: int | None = None
     context: int | None = None
+    prefill_piece: int | None = PIECE
 
 
 def _check(options: SessionOptions) -> None:
@@ -136,7 +139,7 @@ class Session(Closing):
         codec = self.container.manifest.codec
         self.loading = Loading(
             experts_for(codec, self.options.experts), self.options.device, self.options.attention,
-            linears=linears_for(self.options.experts),
+            linears=linears_for(self.options.experts), prefill_piece=self.options.prefill_piece,
         )  # fmt: skip
         check_runnable(self.container)
         if self.options.budget is not None:

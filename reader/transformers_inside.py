@@ -9,6 +9,7 @@ Importing this module imports nothing; its functions import transformers.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
@@ -22,6 +23,9 @@ FLAGS = {
 """What the library says of an experts module, and what it says of a standard one. A flag that a release does not know
 yet stands for something that it does not do."""
 
+STATE_WORDS = frozenset({"cache", "past_key_values", "cache_params"})
+"""Words by which a layer's attention is given the cache, in one release or another."""
+
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -33,13 +37,43 @@ def sdpa_forward() -> Callable[..., Any]:
     return forward
 
 
-def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make an attention function with the masks of "sdpa" known under a name; harmless when repeated."""
+def register_attention(name: str, function: Callable[..., Any], masks: str, wrap: Callable[..., Any]) -> None:
+    """Make an attention function known under a name; harmless when repeated.
+
+    Its masks are those of the library's function `masks` ("sdpa", "eager"), made by what `wrap` makes of that one.
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(name, function)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, wrap(ALL_MASK_ATTENTION_FUNCTIONS[masks]))
+
+
+def attention_of(model: Any) -> str:
+    """The name of the attention function that a model has."""
+    return str(model.config._attn_implementation)
+
+
+def eager_attention(module: Any) -> Callable[..., Any]:
+    """The attention function that stands beside a module's class: what the library calls "eager" for it."""
+    forward: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return forward
+
+
+def decoder_layers(model: Any) -> Any:
+    """The modules that a language model's hidden states go through, in order."""
+    return model.get_decoder().layers
+
+
+def last_norm(model: Any) -> Any:
+    """What hidden states go through before the head; None if there is no such module."""
+    return getattr(model.get_decoder(), "norm", None)
+
+
+def class_of_library(module: Any) -> str | None:
+    """The name of a module's class if it is one of the library's models', or torch's own; else None."""
+    kind = type(module)
+    return kind.__name__ if kind.__module__.startswith(("transformers.models.", "torch.nn.modules.")) else None
 
 
 def supports_sdpa(model: Any) -> bool:

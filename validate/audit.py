@@ -50,7 +50,7 @@ def surroundings(model: Model) -> dict[str, Any]:
 COMPARED = (
     ("machine", "cpu"), ("machine", "architecture"), ("versions", "torch"), ("versions", "torch_build"),
     ("versions", "transformers"), ("threads", "torch"), ("model", "host"), ("model", "class"), ("model", "dtype"),
-    ("model", "attention"), ("model", "experts"), ("model", "linears"),
+    ("model", "attention"), ("model", "prefill_piece"), ("model", "experts"), ("model", "linears"),
 )  # fmt: skip
 """What must be equal for hashes to be comparable; None where a host has no such thing."""
 OF_HOSTS = {pair for pair in COMPARED if pair[0] in ("versions", "threads")}

@@ -246,7 +246,8 @@ def _result(
 
 def _source_model(source: Path, container: Model) -> Model:
     """The source in unmodified transformers, with the attention the container's model has, if that is of one kind."""
-    from pagestone.reader.hosts.transformers import HOST, PACKED, plain_model
+    from pagestone.reader.attention import PACKED
+    from pagestone.reader.hosts.transformers import HOST, plain_model
 
     other = container.surroundings()["model"]
     return plain_model(source, attention=other["attention"] if other["host"] == HOST.name else PACKED)

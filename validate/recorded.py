@@ -25,8 +25,10 @@ LINE = 1024
 """Bytes of a line of traces: four digests and some numbers take less than 500."""
 WINDOW = 1 << 23
 """Bytes of history that unfolding traces may ask for: what they are written with asks for less."""
-NUMBERS = {("threads", "torch")}
+NUMBERS = {("threads", "torch"), ("model", "prefill_piece")}
 """Of `COMPARED`, what is a number and no text."""
+NONE = {("model", "prefill_piece")}
+"""Of `COMPARED`, what may be null or missing: prompts were worked on whole."""
 
 
 def refusal(message: str, path: Path) -> DataError:
@@ -169,7 +171,7 @@ def _surroundings(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for group, key in COMPARED:
         kind, values = int if (group, key) in NUMBERS else str, _field(table, group, dict)
         missable = (group, key) in OF_CONTAINERS or (host != TRANSFORMERS and (group, key) in OF_HOSTS)
-        absent = missable and key not in values
+        absent = (missable and key not in values) or ((group, key) in NONE and values.get(key) is None)
         read.setdefault(group, {})[key] = None if absent else _field(values, key, kind)
     return read
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.strict_json import brief
 from pagestone.reader import transformers_inside as inside
+from pagestone.reader.attention import OWN, PACKED, register_attention
 from pagestone.reader.configs import require_family, understood, vocabulary_of
 from pagestone.reader.container import Container, Layer
 from pagestone.reader.dense import (
@@ -39,58 +40,46 @@ from pagestone.reader.libraries import quiet, reason, require
 from pagestone.reader.model import (
     BOTH,
     CPU,
+    GRID,
     KEYS_AND_VALUES,
     NATIVE,
+    PIECE,
     RECURRENT,
     REFERENCE,
     Context,
     Loading,
     check_runnable,
 )
+from pagestone.reader.pieces import masks_of_pieces, work_in_pieces
 from pagestone.reader.rows import RowTable
 from pagestone.reader.store import ExpertStore
 
 if TYPE_CHECKING:
     import torch
 
-PACKED = "pagestone_packed"
-"""Our attention function's name in transformers' registries."""
 LIBRARIES = ("torch", "transformers")
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
-
-
-def _packed_attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: Any = None, **kwargs: Any
-) -> Any:
-    """transformers' sdpa, but for one new token the queries of a key/value head are attended to together.
-
-    Query [batch, heads, tokens, dim], key and value [batch, key heads, length, dim]. torch's grouped-query path without
-    a mask is slow on a CPU (51 ms at 4096 tokens against 1.3).
-    """
-    import torch
-
-    batch, heads, tokens, dim = query.shape
-    shared = key.shape[1]
-    plain = tokens == 1 and heads != shared and not kwargs.get("dropout") and kwargs.get("position_bias") is None
-    if not plain or (attention_mask is not None and attention_mask.shape[1] != 1):
-        return inside.sdpa_forward()(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    packed = query.reshape(batch, shared, heads // shared, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, 1, heads, value.shape[-1]), None
-
-
-def register_attention() -> None:
-    """Make our attention known to transformers under `PACKED`; harmless when repeated."""
-    inside.register_attention(PACKED, _packed_attention)
-
-
 def _set_attention(model: Any, asked: str) -> str:
-    """Give a model the attention function asked for; the name of the one it has then."""
-    attention = "eager" if asked == PACKED and not inside.supports_sdpa(model) else asked
-    model.set_attn_implementation(attention)
-    return attention
+    """Give a model the attention function asked for; the name of the one it has then.
+
+    A model that may not have ours keeps its own, which is transformers' "eager" and is called so.
+    """
+    own = asked == PACKED and not inside.supports_sdpa(model)
+    model.set_attn_implementation(OWN if own else asked)
+    return "eager" if own else asked
+
+
+def _in_pieces(model: Any, attention: str | None, piece: int | None) -> tuple[int | None, str | None]:
+    """Have a model work on prompts in pieces; the piece, or None, and then why not, if it was asked for.
+
+    Masks are made in pieces for the attention that this host chooses, by whatever name a model has it.
+    """
+    if piece is None:
+        return None, None
+    chosen = attention is None or inside.attention_of(model) in (PACKED, OWN)
+    problem = work_in_pieces(model, piece) if chosen else f"the attention {attention} was asked for"
+    return (piece, None) if problem is None else (None, problem)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -122,6 +111,8 @@ class TransformersModel:
     """Tables that are read by rows."""
     encoded: bool = False
     """Whether dense matrices are in an encoding."""
+    piece: int | None = None
+    """Tokens of a prompt that a layer works on at once, None for all of them (`reader/pieces.py`)."""
 
     @property
     def vocabulary(self) -> int:
@@ -154,7 +145,7 @@ class TransformersModel:
         word = inside.state_word(kind)
         if state is None and self.context.tokens is not None:
             state = inside.fixed_state(self.model, self.context.tokens)
-        with torch.no_grad():
+        with torch.no_grad(), masks_of_pieces(self.piece):
             outputs = self.model(
                 input_ids=torch.tensor([list(ids)], device=self.context.device),
                 use_cache=True,
@@ -177,6 +168,7 @@ class TransformersModel:
             "model": {
                 "host": HOST.name, "class": type(self.model).__name__,
                 "dtype": str(self.dtype).removeprefix("torch."), "attention": self.attention,
+                "prefill_piece": self.piece,
             } | ({"linears": self.context.linears} if self.encoded else {}),
         }  # fmt: skip
 
@@ -216,19 +208,21 @@ class _Transformers:
         quiet()
         register_attention()
         model = _empty_model(container, PACKED if how.attention is None else how.attention)[0].eval()
+        piece, _ = _in_pieces(model, how.attention, how.prefill_piece)
         kind: Any = type(model)
         word = inside.state_word(kind)
 
         def forward(ids: Any, state: Any) -> Any:
             last = _last(ids.shape[1], ids.device)
-            return getattr(model(input_ids=ids, use_cache=True, logits_to_keep=last, **{word: state}), word)
+            with masks_of_pieces(piece):
+                return getattr(model(input_ids=ids, use_cache=True, logits_to_keep=last, **{word: state}), word)
 
         try:
-            found = rehearse(model, forward, longest)
+            found = rehearse(model, forward, longest, None if piece is None else piece + GRID - 1)
         except (MemoryError, PagestoneError):
             raise
         except Exception:  # code of theirs that asks for values, where there are none
-            found = by_config(container.path, longest=longest)
+            found = by_config(container.path, piece, longest)
         return replace(found, dense=dense_use(container))
 
     def load(
@@ -237,7 +231,7 @@ class _Transformers:
         attention = PACKED if how.attention is None else how.attention
         return load(
             container, store, attention=attention, dense=dense, verify=how.verify, experts=how.experts,
-            device=how.device, tokens=how.context, linears=how.linears,
+            device=how.device, tokens=how.context, linears=how.linears, piece=how.prefill_piece,
         )  # fmt: skip
 
 
@@ -255,16 +249,17 @@ def load(
     device: str = CPU,
     tokens: int | None = None,
     linears: str | None = None,
+    piece: int | None = PIECE,
 ) -> TransformersModel:
     """The container's model with its experts coming from `store`.
 
     Dense tensors are mapped if the store maps, else read; `dense` gives them instead. `attention` is our packed
-    function or any name transformers knows; for `experts`, `device`, `tokens` (its context) and `linears` see
+    function or any name transformers knows; for `experts`, `device`, `tokens` (its context), `linears` and `piece` see
     `Loading`. Raises `RequestError` for containers that cannot run (E122x, E1256).
     """
     HOST.require()
     check_runnable(container)
-    Loading(experts, device, linears=linears)
+    Loading(experts, device, linears=linears, prefill_piece=piece)
     from pagestone.reader.multiply import require_native
 
     quiet()
@@ -287,6 +282,9 @@ def load(
             table.close()
         raise
     model.eval()
+    host.piece, problem = _in_pieces(model, attention, piece)
+    if problem is not None:
+        host.notes.append(f"every layer works on a whole prompt at once, which takes memory: {problem}")
     if dense.mode == "buffered":
         host.notes.append("the file system refuses O_DIRECT: dense tensors were read through the page cache")
     host.notes += [f"{c.name}: stored as {c.stored}, runs as {c.used}, as in transformers" for c in host.casts]

@@ -22,6 +22,7 @@ from pagestone.convert.families import registry as families
 from pagestone.formats import encodings
 from pagestone.formats.dtypes import bf16_to_f32
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.reader.attention import packed_attention
 from pagestone.reader.container import open_container
 from pagestone.reader.dense import dense_tensor
 from pagestone.reader.hosts import transformers as host
@@ -559,7 +560,7 @@ def test_packed_attention_is_attention() -> None:
         for mask in (None, torch.rand(1, 1, 1, length, generator=generator) < 0.8):
             if mask is not None:
                 mask[..., 0] = True
-            found, _ = host._packed_attention(module, query, key, value, mask, scaling=0.25)
+            found, _ = packed_attention(module, query, key, value, mask, scaling=0.25)
             wide = (t.repeat_interleave(4, dim=1) for t in (key, value))
             want = torch.nn.functional.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.25)
             assert found.shape == (1, 1, 8, 16)

@@ -30,7 +30,7 @@ from pagestone.reader.container import Container, Layer, View, open_container
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.files import DirectFile
 from pagestone.reader.hosts import transformers as host
-from pagestone.reader.model import NATIVE, PRODUCTS, REFERENCE
+from pagestone.reader.model import NATIVE, PIECE, PRODUCTS, REFERENCE
 from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.store import FileRecords, MappedStore, PlainRecords, RecordDigests
 from pagestone.validate import logits, sides
@@ -186,7 +186,7 @@ def test_the_audit_file(workshop: Workshop, audited: Path) -> None:
     assert table["threads"]["torch"] == 1 and table["reader_threads"] == 2
     assert table["model"] == {
         "host": "transformers", "class": "Qwen3_5MoeForCausalLM", "dtype": "bfloat16", "attention": host.PACKED,
-        "experts": "native",
+        "prefill_piece": PIECE, "experts": "native",
     }  # fmt: skip
     assert table["products"] == {"isa": native.isa(), "threads": 1}
     assert [len(p["ids"]) for p in table["prompts"]] == [1, 7, 64]
@@ -219,6 +219,21 @@ def test_a_difference_without_traces(workshop: Workshop, audited: Path, tmp_path
     audit = verify_logits(request(workshop.container("int8"), against=path))
     assert audit.result == DIFFERENT and audit.difference is not None
     assert audit.difference.step == 2 and "no traces" in logits.report(audit)
+
+
+@pytest.mark.parametrize("other", [None, 128, "missing"])
+def test_other_pieces_are_not_comparable(workshop: Workshop, audited: Path, tmp_path: Path, other: Any) -> None:
+    """How many tokens of a prompt were worked on at once is part of what its logits depend on."""
+    table = json.loads(audited.read_text())
+    table["model"]["prefill_piece"] = other
+    if other == "missing":
+        del table["model"]["prefill_piece"]
+    path = tmp_path / "audit.json"
+    path.write_text(json.dumps(table))
+    audit = verify_logits(request(workshop.container("int8"), against=path))
+    there = None if other == "missing" else other
+    assert audit.result == NOT_COMPARABLE
+    assert audit.incomparable == [f"model prefill_piece is {PIECE} here, {there} there"]
 
 
 def test_another_machine_is_not_comparable(workshop: Workshop, audited: Path, tmp_path: Path) -> None:
