@@ -472,3 +472,23 @@ def test_the_command_line(tmp_path, capsys):
     capsys.readouterr()
     assert command("prepare-q4", TINY, "-o", tmp_path / "out", "--dense", "int4") == 2
     assert "E0621" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dense", ["int8", "fp8"])
+def test_progress_counts_what_is_read(tmp_path, dense):
+    """To the byte: scales of codes once, a table that is also encoded twice."""
+    sources = [Fp8Spec(scale_dtype="F32").write(tmp_path / "fp8"), small(tmp_path / "tied", tie=True)]
+    for number, source in enumerate(sources):
+        done: list[int] = []
+        run(source, tmp_path / f"out{number}", "bf16", dense=dense, progress=done.append)
+        assert sum(done) == planned(source, "bf16", dense=dense).bytes_in
+
+
+def test_a_table_is_copied_whatever_else_becomes_of_it(tmp_path):
+    """The rules of what is encoded are not those of a table from which a head is made."""
+    plan = planned(small(tmp_path / "source", tie=True), "bf16")
+    tensors = [t for shard in plan.dense for t in shard.tensors]
+    division = matrices.divide(plan.checkpoint, plan.family, encodings.get("q8"), tensors)
+    assert [m.name for m in division.matrices if m.tied] == ["lm_head"]
+    assert "model.embed_tokens.weight" not in division.rules
+    assert "model.embed_tokens.weight" in {t.name for t in division.rest}
