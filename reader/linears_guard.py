@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -104,16 +105,25 @@ def uses_of(owner: Any, name: str) -> set[str]:
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
-    """The code of a function, method or property, of what it wraps, and of the functions in it."""
+    """The code of a function, method or property, of what it wraps, and of the functions in it.
+
+    Decorators hold what they wrap where `functools.wraps` says, or only in their closure.
+    """
     if isinstance(member, property):
-        functions = [f for f in (member.fget, member.fset, member.fdel) if f is not None]
+        waiting: list[Any] = [member.fget, member.fset, member.fdel]
     else:
-        functions = [getattr(member, "__func__", member)]
-    for function in functions:
-        inner: Any = function
-        while isinstance(inner, FunctionType):
-            yield from _nested(inner.__code__)
-            inner = getattr(inner, "__wrapped__", None)
+        waiting = [getattr(member, "__func__", member)]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield from _nested(function.__code__)
+        waiting.append(getattr(function, "__wrapped__", None))
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                waiting.append(cell.cell_contents)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -110,6 +110,15 @@ def test_code_that_is_wrapped_and_other_members() -> None:
 
     assert uses_of(type("A", (), {"forward": wrap(Owner.called)}), "part") == {CALLED}
     assert uses_of(type("B", (), {"forward": wrap(wrap(Owner.weight_read))}), "part") == {CALLED, TAKEN}
+
+    def bare(function: Any) -> Any:
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return outer
+
+    assert uses_of(type("E", (), {"forward": bare(wrap(Owner.called))}), "part") == {CALLED}
+    assert uses_of(type("F", (), {"forward": wrap(bare(Owner.weight_read))}), "part") == {CALLED, TAKEN}
     for member in (property(Owner.weight_read), staticmethod(Owner.weight_read), classmethod(Owner.weight_read)):
         assert TAKEN in uses_of(type("C", (), {"forward": Owner.called, "other": member}), "part")
     assert uses_of(type("D", (), {}), "part") == set()
