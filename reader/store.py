@@ -264,7 +264,10 @@ class PlainRecords:
 
 
 class _ViewStep:
-    """A step over memory that holds every record; `place` gives (memory, byte offset) of one."""
+    """A step over memory that holds records; `place` gives (memory, byte offset) of one, `back` gets memory back.
+
+    `back` is told whether a view of it is still alive.
+    """
 
     def __init__(
         self,
@@ -273,15 +276,20 @@ class _ViewStep:
         place: Callable[[int], tuple[Any, int]],
         beside: Beside,
         check_open: Callable[[], None],
+        back: Callable[[Any, bool], None],
     ) -> None:
         self.leases = OpenLeases(layer, wanted)
-        self._place, self._beside, self._check_open = place, beside, check_open
+        self._place, self._beside, self._check_open, self._back = place, beside, check_open, back
 
     def lease(self, expert: int) -> Lease:
         self._check_open()
         expert = self.leases.check(expert)
         memory, offset = self._place(expert)
-        done = lambda lease, _: self.leases.open.remove(lease)  # noqa: E731
+
+        def done(lease: Lease, kept: bool) -> None:
+            self.leases.open.remove(lease)
+            self._back(memory, kept)
+
         lease = Lease(self.leases.layer, expert, memory, offset, done, self._beside)
         self.leases.open.append(lease)
         return lease
@@ -326,9 +334,13 @@ class _ViewStore(Closing):
         number, place = layer_of(self.layers, layer)
         return number, place, expert_numbers(experts, len(place), place.path)
 
+    def _back(self, memory: Any, kept: bool) -> None:
+        """A lease of this memory has ended; `kept`: a view of it is still alive."""
+
     def _begin(self, layer: int, experts: Iterable[int], place: Callable[[int], tuple[Any, int]]) -> _ViewStep:
         self._steps = [s for s in self._steps if s.leases.open]
-        step = _ViewStep(self.layers[layer], experts, place, self._beside.get(layer, NOTHING), self._check_open)
+        beside = self._beside.get(layer, NOTHING)
+        step = _ViewStep(self.layers[layer], experts, place, beside, self._check_open, self._back)
         self._steps.append(step)
         return step
 
@@ -403,13 +415,15 @@ class ResidentStore(_ViewStore):
 class AnewStore(_ViewStore):
     """What streaming is compared with where memory holds no whole model: each lease reads its record anew.
 
-    A record is in memory for as long as it is leased, and is read again for the next lease; nothing is cached, and
-    nothing is read ahead. The reader, and what else is `owned`, is closed with the store.
+    A record is read again for the next lease; nothing is cached, and nothing is read ahead. The memory of a lease that
+    ended is that of the next one, overwritten: new pages each time would cost more than reading. The reader, and what
+    else is `owned`, is closed with the store.
     """
 
     def __init__(self, layers: dict[int, Layer], reader: RecordReader, *owned: _Closes) -> None:
         super().__init__(layers, {number: reader.beside(layer) for number, layer in layers.items()}, reader, *owned)
         self._reader = reader
+        self._spare: mmap.mmap | None = None
         self._held = 0
         self.peak_bytes = 0
         """The most bytes of records that were in memory at once."""
@@ -424,20 +438,35 @@ class AnewStore(_ViewStore):
         return self._begin(layer, experts, lambda expert: (self._read(at, expert), 0))
 
     def _read(self, layer: Layer, expert: int) -> mmap.mmap:
-        """A record in memory of its own, which goes with the last view of it."""
+        """A record in memory that nobody looks at."""
         counters, begun = self.counters[layer.entry.layer], time.perf_counter()
-        buffer = private_buffer(layer.stride)
-        weakref.finalize(buffer, self._gone, layer.stride)
-        self._held += layer.stride
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        buffer = self._take(layer.stride)
         self._reader.read(layer, expert, memoryview(buffer))
         counters.misses += 1
         counters.bytes_read += layer.stride
         counters.wait_seconds += time.perf_counter() - begun
         return buffer
 
+    def _take(self, nbytes: int) -> mmap.mmap:
+        buffer, self._spare = self._spare, None
+        if buffer is not None and len(buffer) == nbytes:
+            return buffer
+        del buffer  # before another is made
+        buffer = private_buffer(nbytes)
+        weakref.finalize(buffer, self._gone, nbytes)
+        self._held += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        return buffer
+
+    def _back(self, memory: mmap.mmap, kept: bool) -> None:
+        self._spare = self._spare if kept or self.closed else memory
+
     def _gone(self, nbytes: int) -> None:
         self._held -= nbytes
+
+    def close(self) -> None:
+        super().close()
+        self._spare = None
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------

@@ -586,7 +586,7 @@ def test_no_descriptor_is_left_open(workshop: Workshop) -> None:
 
 
 def test_a_store_that_reads_anew_keeps_nothing(workshop: Workshop) -> None:
-    """A record is read at each lease, counted, and gone with it; two leases at once are two records in memory."""
+    """A record is read at each lease, and counted, into the memory of the one before; two leases at once take two."""
     container = open_container(workshop.container("int8"))
     stride = container.layers[0].stride
     store = open_anew(container)
@@ -598,11 +598,20 @@ def test_a_store_that_reads_anew_keeps_nothing(workshop: Workshop) -> None:
                 assert store.open_leases == 1 and lease.number == expert
     found = store.counters[2]
     assert (found.misses, found.hits, found.bytes_read) == (3, 0, 3 * stride) and found.wait_seconds > 0
-    assert store.counters[0] == Counters() and store.peak_bytes == stride and store._held == 0
+    assert store.counters[0] == Counters() and store.peak_bytes == store._held == stride
     with store.step(2, [4, 9]) as step, step.lease(4), step.lease(9):
         assert store.open_leases == 2 and store._held == 2 * stride
-    assert store.peak_bytes == 2 * stride and store._held == 0 and store.open_leases == 0
-    store.close()
+    assert store.peak_bytes == 2 * stride and store._held == stride and store.open_leases == 0
+    with pytest.raises(LeaseError, match="E1211"), store.step(2, [4]) as step, step.lease(4) as lease:
+        kept = lease.expert.down.codes.array
+    before = kept.tobytes()
+    with store.step(2, [9]) as step, step.lease(9) as lease:
+        assert lease.expert.down.codes.array.tobytes() != before
+    assert kept.tobytes() == before and store._held == 2 * stride, "memory that is looked at is not overwritten"
+    with store.step(2, [4]) as step, step.lease(4):
+        store.close()
+    del kept
+    assert store._held == 0
     with pytest.raises(ClosedError, match="E1270"):
         store.step(2, [4])
 
