@@ -250,7 +250,6 @@ class Running:
 
     def open(self, directory: Path, opener: Opener | None) -> Session:
         """The container with everything these options say; its model is not loaded yet."""
-        from pagestone.reader.container import open_to_run
         from pagestone.reader.session import Session, SessionOptions
         from pagestone.reader.text import parse_variables
 
@@ -259,7 +258,7 @@ class Running:
             self.tokenizer, parse_variables(self.template_var or []), context=self.context,
             memory=None if self.memory is None else parse_size(self.memory, "--memory"),
         )  # fmt: skip
-        return Session(directory, options, _note, open_to_run if opener is None else opener)
+        return Session(directory, options, _note, opener)
 
     def sampling(self, session: Session) -> Sampling:
         """How tokens are chosen: these options over what the publisher recommends."""

@@ -125,7 +125,7 @@ class Session(Closing):
         path: str | os.PathLike[str],
         options: SessionOptions | None = None,
         note: Note = ignore,
-        opener: Opener = open_to_run,
+        opener: Opener | None = None,
     ) -> None:
         self.options = SessionOptions() if options is None else options
         self.note = note
@@ -135,7 +135,7 @@ class Session(Closing):
         _check(self.options)
         self._host = hosts.get(self.options.host)
         self._host.require()
-        self.container: Container = opener(path)
+        self.container: Container = open_to_run(path) if opener is None else opener(path)
         codec = self.container.manifest.codec
         self.loading = Loading(
             experts_for(codec, self.options.experts), self.options.device, self.options.attention,
