@@ -20,6 +20,7 @@ from kits.families import MODELS, SIZES, build, read_tensors, write_tensors
 from kits.inference import TINY, Workshop, calm, command, equal, logits_of, model, sequence
 from kits.storage import MemoryStorage
 
+from pagestone.convert.plan import Request, make_plan
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layout import PARTS
@@ -27,7 +28,7 @@ from pagestone.formats.storage import PIECE
 from pagestone.reader.container import open_container
 from pagestone.reader.made import MadeContainer
 from pagestone.reader.session import Session, SessionOptions
-from pagestone.validate.virtual import open_any, open_virtual
+from pagestone.validate.virtual import again, open_any, open_virtual
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -252,3 +253,16 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="E0702") as caught:
         made.maker.record(made.layers[0], 5, memoryview(bytearray(made.layers[0].stride)))
     assert "expert 5" in str(caught.value) and str(caught.value.file) == str(source / at.tensor.file)
+
+
+def test_a_plan_that_gives_another_container(workshop: Workshop) -> None:
+    """Records of another codec, or dense matrices in another encoding, stand for no container (E1306)."""
+    container = open_container(workshop.container("int8"))
+    other = make_plan(Request(TINY, encodings.get("fp8")))
+    with pytest.raises(RequestError, match=r"layers-00.*another shape, codec or name.*E1306"):
+        again(container, other)
+    encoded = make_plan(Request(TINY, encodings.get("int8"), dense="int8"))
+    assert encoded.matrices
+    with pytest.raises(RequestError, match=r"dense matrices in another encoding.*E1306"):
+        again(container, encoded)
+    again(container, make_plan(Request(TINY, encodings.get("int8")))).close()
