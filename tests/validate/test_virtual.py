@@ -224,7 +224,7 @@ def test_the_table_by_rows(workshop: Workshop, tmp_path: Path) -> None:
     shard = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][name]
     os.utime(source / shard, ns=(1, 1))
     with pytest.raises(DataError, match="E1330"):
-        streamed.forward([9])
+        table.read(np.array([9]))
     streamed.close()
 
 
