@@ -106,6 +106,9 @@ def test_working_space_between_two_prompts_is_below_the_chord() -> None:
     """Exact at the points, between them the line, beyond the last the square, and never less than the first."""
     assert [SMALL.working_bytes(n) for n in (1, 100, 550, 1000)] == [MIB, MIB, 1.5 * MIB, 2 * MIB]
     assert SMALL.working_bytes(2 * 8192) == 4 * 200 * MIB
+    assert SMALL.state_bytes(5) == 5 * 1000 + 5 * 100 + 5000, "a window keeps no more than the context has"
+    falls = dataclasses.replace(SMALL, working=((100, 2 * MIB), (200, MIB), (300, MIB)))
+    assert [falls.working_bytes(n) for n in (150, 200, 250)] == [2 * MIB] * 3, "a shorter prompt may take more"
 
 
 def test_rows_of_logits_and_prompts(container: Container) -> None:
@@ -130,7 +133,8 @@ def test_products_that_decode_take_more(container: Container, workshop: Workshop
 def test_maps_and_resident_experts(container: Container) -> None:
     """Mapped: no cache, and it is said that the cap does not bind the page cache. Resident: all records or nothing."""
     mapped = planned(container, 300 * MIB, io="mmap")
-    assert mapped.cache_bytes == mapped.line(DENSE) == 0 and "does not bind the page cache" in mapped.text()
+    assert mapped.cache_bytes == mapped.line(DENSE) == mapped.line(ROWS) == 0
+    assert "does not bind the page cache" in mapped.text()
     resident = planned(container, 300 * MIB, io="resident")
     assert resident.cache_bytes == all_records(container)
     with pytest.raises(RequestError, match="all experts"):
