@@ -407,6 +407,24 @@ def test_a_wrong_source_is_seen(workshop: Workshop, tmp_path: Path, way: str) ->
     assert (audit.difference.layer, audit.difference.what) == (2, "expert")
 
 
+def test_dense_tensors_are_the_sources_too(workshop: Workshop, tmp_path: Path, way: str) -> None:
+    """A dense tensor of the source that is another gives other logits: with a source none comes from the container."""
+    import shutil
+
+    from pagestone.formats.safetensors_header import read_header
+
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(n for n in index if n.endswith("layers.1.mlp.gate.weight"))
+    entry = next(e for e in read_header(source / index[name]).entries if e.name == name)
+    for at in range(0, entry.nbytes, 2):
+        flip(source / index[name], entry.offset + at + 1, 0)
+    audit = verify_logits(request(workshop.container("int8"), source=source, steps=1))
+    assert audit.result == DIFFERENT and audit.difference is not None
+    assert (audit.difference.layer, audit.difference.what) == (1, "routing")
+
+
 def test_prompts_and_ids(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of text and of ids, the command's words and exit codes, an audit written by it."""
     directory = workshop.container("int8")
