@@ -15,8 +15,8 @@ line for an answer, under the same cap.
 
 Runs take turns, forwards and backwards; medians with (least .. most). Each begins cold: nothing of the container is in
 the page cache, which bytes read prove. `others` is what other processes took of the processors, in cores, while tokens
-were decoded, the most of all rounds: above 0.1 a row is not quiet. Everything made is deleted; nothing is begun that
-would leave the disk less than `--spare` GiB.
+were decoded, the most of all rounds: above 0.1 a row is not quiet. Everything made is deleted, but in `--kept`; nothing
+is begun that would leave the disk less than `--spare` GiB.
 """
 
 from __future__ import annotations
@@ -236,7 +236,9 @@ class Made:
 def make(words: argparse.Namespace, tree: str, pair: str, work: Path) -> Made:
     """Convert the generated checkpoint to "experts+dense", and verify the container."""
     codec, dense = pair.split("+")
-    path = work / pair
+    path, known = work / pair, work / f"{pair}.json"
+    if known.exists():
+        return Made(path, json.loads(known.read_bytes()))
     asked = {
         "tests": str(TESTS), "layers": words.layers, "experts": words.experts, "vocab": words.vocab, "codec": codec,
         "dense": dense, "output": str(path), "workers": words.workers,
@@ -250,6 +252,7 @@ def make(words: argparse.Namespace, tree: str, pair: str, work: Path) -> Made:
         "convert_cached_mib": cached, "verify_s": verified.wall, "verify_peak": verified.peak,
         "verify_cached_mib": resident(path),
     }  # fmt: skip
+    known.write_text(json.dumps(facts))
     say(f"{pair}: {facts['bytes'] / 1e9:.2f} GB in {converted.wall:.0f} s, verified in {verified.wall:.0f} s")
     return Made(path, facts)
 
@@ -397,6 +400,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--readers", type=int, default=2, help="threads that read")
     parser.add_argument("--workers", type=int, default=2, help="of conversions")
     parser.add_argument("--work", type=Path, help="where containers go; a temporary directory by default")
+    parser.add_argument("--kept", type=Path, help="where containers stay, and are found again by the same options")
     parser.add_argument("--spare", type=float, default=15, help="GiB of disk that stay free")
     parser.add_argument("--answer", action="store_true", help="also run the command line for an answer")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
@@ -416,8 +420,12 @@ def check_disk(words: argparse.Namespace, pairs: list[str], work: Path) -> None:
 
 
 @contextlib.contextmanager
-def workplace(root: Path | None) -> Iterator[Path]:
-    """A directory that goes at the end, also when the program is ended."""
+def workplace(root: Path | None, kept: Path | None) -> Iterator[Path]:
+    """A directory that goes at the end, also when the program is ended; or one that stays."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="bench-memory-", dir=root) as place:
         yield Path(place)
@@ -430,8 +438,8 @@ def main() -> None:
     others = {name: str(Path(tree).resolve()) for name, _, tree in (word.partition("=") for word in words.other)}
     kept = [f"{pair.split('+')[0]}+keep" for pair in words.pairs] if others else []
     pairs = list(dict.fromkeys([*words.pairs, *kept]))
-    with workplace(words.work) as work:
-        check_disk(words, pairs, work)
+    with workplace(words.work, words.kept) as work:
+        check_disk(words, [pair for pair in pairs if not (work / f"{pair}.json").exists()], work)
         made = {pair: make(words, own, pair, work) for pair in pairs}
         rows = rows_of(words, own, made, others)
         for number in range(words.rounds):

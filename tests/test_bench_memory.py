@@ -113,6 +113,19 @@ def test_the_last_line_counts(bench):
     assert bench.last_json(b'note\n{"a": 1}\n{"a": 2}\nTraceback\n') == {"a": 2} and bench.last_json(b"none\n") == {}
 
 
+def test_kept_containers_are_found_again(bench, monkeypatch, tmp_path):
+    """What was made is not made again, and stays; without `--kept` all goes."""
+    monkeypatch.setattr(bench, "python", lambda *_: 1 / 0)
+    (tmp_path / "q4+q4.json").write_text('{"container": "q4+q4"}')
+    with bench.workplace(None, tmp_path) as work:
+        made = bench.make(argparse.Namespace(), "tree", "q4+q4", work)
+        assert (made.path, made.facts) == (tmp_path / "q4+q4", {"container": "q4+q4"})
+    assert tmp_path.exists()
+    with bench.workplace(tmp_path, None) as work:
+        assert work.parent == tmp_path and work.is_dir()
+    assert not work.exists()
+
+
 def test_disk_is_kept_free(bench, monkeypatch, tmp_path):
     """40 layers of q4 are 19 GB, and so much beside what is to stay must be there."""
     words = argparse.Namespace(layers=40, experts=256, vocab=248320, spare=15)
