@@ -17,5 +17,5 @@ export PAGESTONE_ORACLES=1 PAGESTONE_LONG=1
 PYTHONPATH="$OLDEST${PYTHONPATH:+:$PYTHONPATH}" "$VENV/bin/pytest" -q \
   tests/reader/test_host.py tests/reader/test_experts.py tests/reader/test_experts_guard.py tests/reader/test_text.py \
   tests/reader/test_linears.py tests/reader/test_linears_guard.py tests/validate/test_logits_dense.py \
-  tests/reader/test_decoding.py tests/reader/test_run.py tests/reader/test_model_hosts.py tests/validate/test_logits.py \
-  tests/oracles/test_transformers.py tests/oracles/test_transformers_families.py "$@"
+  tests/reader/test_decoding.py tests/reader/test_run.py tests/reader/test_model_hosts.py tests/reader/test_pieces.py \
+  tests/validate/test_logits.py tests/oracles/test_transformers.py tests/oracles/test_transformers_families.py "$@"

@@ -17,6 +17,7 @@ from pagestone.reader import attention, pieces
 from pagestone.reader.container import Layer, open_container
 from pagestone.reader.hosts import transformers as host
 from pagestone.reader.leases import Counters, Totals
+from pagestone.reader.libraries import OLDEST, release_of
 from pagestone.reader.model import Context, Loading
 from pagestone.reader.pieces import spans, work_in_pieces
 
@@ -156,9 +157,16 @@ def count_calls(model: Any) -> dict[Any, int]:
     return calls
 
 
+def keeps_bits() -> bool:
+    """Whether the release computes linear attention so that pieces round as the whole does: oldest ones do not."""
+    return release_of("transformers") > OLDEST
+
+
 @pytest.mark.parametrize("piece", [128, 512])
 def test_bits_are_kept(workshop: Workshop, piece: int) -> None:
     """On tiny-moe, with its layers of both kinds, over two turns; and a prompt of one piece is worked on as ever."""
+    if not keeps_bits():
+        pytest.skip("in this release pieces differ from the whole by rounding")
     root = workshop.container("int8")
     ids, more = prompt(700), prompt(200, seed=3)
     found = []
