@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -415,15 +416,18 @@ class ResidentStore(_ViewStore):
 class AnewStore(_ViewStore):
     """What streaming is compared with where memory holds no whole model: each lease reads its record anew.
 
-    A record is read again for the next lease; nothing is cached, and nothing is read ahead. The memory of a lease that
-    ended is that of the next one, overwritten: new pages each time would cost more than reading. The reader, and what
-    else is `owned`, is closed with the store.
+    A record is read again for the next lease; nothing is cached. Up to `ahead` records that the step at hand will lease
+    next are read meanwhile, by as many threads. The memory of a lease that ended is that of a later one, overwritten:
+    new pages each time would cost more than reading. The reader, and what else is `owned`, is closed with the store.
     """
 
-    def __init__(self, layers: dict[int, Layer], reader: RecordReader, *owned: _Closes) -> None:
+    def __init__(self, layers: dict[int, Layer], reader: RecordReader, *owned: _Closes, ahead: int = 0) -> None:
         super().__init__(layers, {number: reader.beside(layer) for number, layer in layers.items()}, reader, *owned)
-        self._reader = reader
-        self._spare: mmap.mmap | None = None
+        self._reader, self.ahead = reader, ahead
+        self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="anew") if ahead else None
+        self._begun: dict[int, tuple[mmap.mmap, Future[None]]] = {}
+        """Of the step at hand, by expert: what is being read."""
+        self._spare: list[mmap.mmap] = []
         self._held = 0
         self.peak_bytes = 0
         """The most bytes of records that were in memory at once."""
@@ -433,40 +437,72 @@ class AnewStore(_ViewStore):
         return ANEW
 
     def step(self, layer: int, experts: Iterable[int]) -> Step:
-        """Begin a step; nothing is read yet."""
+        """Begin a step; nothing is read before the first lease."""
         layer, at, experts = self._named(layer, experts)
-        return self._begin(layer, experts, lambda expert: (self._read(at, expert), 0))
+        self._settle()
+        later = list(experts)
+        return self._begin(layer, experts, lambda expert: (self._read(at, expert, later), 0))
 
-    def _read(self, layer: Layer, expert: int) -> mmap.mmap:
-        """A record in memory that nobody looks at."""
+    def _read(self, layer: Layer, expert: int, later: list[int]) -> mmap.mmap:
+        """A record in memory that nobody looks at; what comes after it is begun."""
         counters, begun = self.counters[layer.entry.layer], time.perf_counter()
-        buffer = self._take(layer.stride)
-        self._reader.read(layer, expert, memoryview(buffer))
+        if expert in later:
+            later.remove(expert)
+        buffer, reading = self._begun.pop(expert, (None, None))
+        if buffer is None:
+            buffer = self._take(layer.stride)
+        while self._pool is not None and later and len(self._begun) < self.ahead:
+            following, memory = later.pop(0), self._take(layer.stride)
+            self._begun[following] = memory, self._pool.submit(self._reader.read, layer, following, memoryview(memory))
+        try:
+            if reading is None:
+                self._reader.read(layer, expert, memoryview(buffer))
+            else:
+                reading.result()
+        except BaseException:
+            self._give(buffer)
+            raise
         counters.misses += 1
         counters.bytes_read += layer.stride
         counters.wait_seconds += time.perf_counter() - begun
         return buffer
 
+    def _settle(self) -> None:
+        """Wait for what was begun for leases that never came, after an error say, and take the memory back."""
+        for buffer, reading in self._begun.values():
+            reading.exception()
+            self._give(buffer)
+        self._begun.clear()
+
     def _take(self, nbytes: int) -> mmap.mmap:
-        buffer, self._spare = self._spare, None
-        if buffer is not None and len(buffer) == nbytes:
-            return buffer
-        del buffer  # before another is made
+        if self._spare and len(self._spare[-1]) != nbytes:
+            self._spare.clear()  # before another is made
+        if self._spare:
+            return self._spare.pop()
         buffer = private_buffer(nbytes)
         weakref.finalize(buffer, self._gone, nbytes)
         self._held += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held)
         return buffer
 
+    def _give(self, buffer: mmap.mmap) -> None:
+        if len(self._spare) <= self.ahead and not self.closed:
+            self._spare.append(buffer)
+
     def _back(self, memory: mmap.mmap, kept: bool) -> None:
-        self._spare = self._spare if kept or self.closed else memory
+        if not kept:
+            self._give(memory)
 
     def _gone(self, nbytes: int) -> None:
         self._held -= nbytes
 
     def close(self) -> None:
+        if not self.closed:
+            self._settle()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
         super().close()
-        self._spare = None
+        self._spare.clear()
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------
@@ -514,14 +550,15 @@ def open_store(container: Container, options: StoreOptions) -> tuple[ExpertStore
         raise
 
 
-def open_anew(container: Container, *, beside: bool = True) -> AnewStore:
-    """A store that reads, or makes, every record each time it is leased; `beside` as in `StoreOptions`.
+def open_anew(container: Container, *, beside: bool = True, ahead: int = 0) -> AnewStore:
+    """A store that reads, or makes, every record each time it is leased; `beside` as in `StoreOptions`, `ahead` as in
+    `AnewStore`.
 
     A container that is made is closed with it.
     """
     if isinstance(container, MadeContainer):
-        return AnewStore(container.layers, MadeRecords(container), container)
-    return AnewStore(container.layers, PlainRecords(container, beside=beside))
+        return AnewStore(container.layers, MadeRecords(container), container, ahead=ahead)
+    return AnewStore(container.layers, PlainRecords(container, beside=beside), ahead=ahead)
 
 
 def _records(container: Container, options: StoreOptions) -> FileRecords | MadeRecords:

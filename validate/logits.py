@@ -48,6 +48,8 @@ LENGTHS = (1, 7, 64)
 """Tokens of the prompts used when none are given."""
 DIGITS = 19
 RESIDENT = "resident"
+AHEAD = 2
+"""Records that the side which reads anew reads while another is multiplied: as the streamed side has threads."""
 ENCODED = 12
 """Of a record's bytes: what encoding it from the source takes, the source's arrays and float32 among them."""
 SPREAD = 4
@@ -119,9 +121,9 @@ def anew_model(session: Session, source: Path | None = None) -> Model:
     encoded from the source each time."""
     rows = session.loading.experts == NATIVE
     if source is None:
-        return session.model_over(open_anew(session.container, beside=rows))
+        return session.model_over(open_anew(session.container, beside=rows, ahead=AHEAD))
     made = _again(session, source)
-    return session.model_over(open_anew(made), made)
+    return session.model_over(open_anew(made, ahead=AHEAD), made)
 
 
 def _again(session: Session, source: Path) -> MadeContainer:
@@ -261,6 +263,8 @@ def _planned(
     if session.options.memory is None:
         return None
     extra = [Line("an expert of the source", ENCODED * largest_record(session.container), ESTIMATED)] if source else []
+    if way == ANEW:
+        extra.append(Line("records read ahead", AHEAD * largest_record(session.container)))
     io = way if way in (RESIDENT, "mmap") else "direct"
     plan = session.plan_for(prompt=work.longest, logits=work.longest, extra=extra, io=io)
     progress(plan.text())

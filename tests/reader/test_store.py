@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from pagestone.reader.dense import dense_entries, load_dense
 from pagestone.reader.errors import ClosedError
 from pagestone.reader.files import DirectFile, private_buffer
 from pagestone.reader.leases import Counters, LeaseError
-from pagestone.reader.store import ExpertStore, StoreOptions, open_anew, open_store
+from pagestone.reader.store import ExpertStore, PlainRecords, StoreOptions, open_anew, open_store
 
 CASES = [("anew", None), ("mmap", None), ("resident", None), ("direct", 1), ("direct", 5), ("direct", None)]
 """(io, budget in records)."""
@@ -614,6 +615,54 @@ def test_a_store_that_reads_anew_keeps_nothing(workshop: Workshop) -> None:
     assert store._held == 0
     with pytest.raises(ClosedError, match="E1270"):
         store.step(2, [4])
+
+
+def test_a_store_that_reads_anew_reads_ahead(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step will lease next is begun with a lease, by other threads, into memory of its own; once each."""
+    container = open_container(workshop.container("int8"))
+    layer, read = container.layers[1], PlainRecords.read
+    by: list[tuple[int, bool]] = []
+
+    def noted(self: Any, at: Any, expert: int, into: memoryview) -> None:
+        by.append((expert, threading.current_thread() is threading.main_thread()))
+        read(self, at, expert, into)
+
+    monkeypatch.setattr(PlainRecords, "read", noted)
+    store = open_anew(container, ahead=2)
+    with store.step(1, [2, 3, 5, 8, 9]) as step:
+        assert not by
+        for expert in (2, 3, 5, 8, 9, 3):
+            with step.lease(expert) as lease:
+                assert lease.expert.record.tobytes() == layer.expert(expert).record.tobytes()
+                assert len(store._begun) <= 2
+    assert sorted(by) == [(2, True), (3, False), (3, True), (5, False), (8, False), (9, False)]
+    assert store.counters[1].misses == 6 and store.peak_bytes == 3 * layer.stride
+    by.clear()
+    with store.step(1, [2, 3, 5]) as step, step.lease(2):
+        pass  # the others are begun, and nobody asks for them
+    with store.step(1, [7]) as step, step.lease(7) as lease:
+        assert lease.expert.record.tobytes() == layer.expert(7).record.tobytes()
+    assert store.peak_bytes == store._held == 3 * layer.stride
+    with store.step(1, [2, 3]) as step, step.lease(2):
+        store.close()
+    assert store._held == 0
+
+
+def test_an_error_of_what_is_read_ahead(damaged: Path) -> None:
+    """It is raised where that expert is leased, not before; the store goes on."""
+    container = open_container(damaged)
+    layer = container.layers[1]
+    flip(layer.path, layer.layout.record_offset(4) + 11)
+    store = open_anew(container, ahead=2)
+    with store.step(1, [3, 4, 6]) as step:
+        with step.lease(3):
+            pass
+        with pytest.raises(DataError, match="E1201"):
+            step.lease(4)
+        with step.lease(6) as lease:
+            assert lease.expert.record.tobytes() == layer.expert(6).record.tobytes()
+    store.close()
+    assert store._held == 0
 
 
 def test_what_is_read_anew_is_checked_each_time(damaged: Path) -> None:
