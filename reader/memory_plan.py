@@ -21,6 +21,7 @@ from pagestone.formats.text import size_text
 from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.container import Container
 from pagestone.reader.dense_costs import dense_costs, likely_use
+from pagestone.reader.files import MachineErrors
 from pagestone.reader.footprint import COMPUTED, ESTIMATED, MEASURED, Footprint, footprint
 from pagestone.reader.memory import process_memory
 from pagestone.reader.model import NATIVE, Loading
@@ -163,7 +164,9 @@ def libraries_line() -> Line:
 
 def tokenizer_line(container: Container) -> Line | None:
     """What the container's tokenizer will take; None if it has none."""
-    sizes = [f.nbytes for name, f in container.manifest.files.items() if name in ("tokenizer.json", "tokenizer.model")]
+    files = [container.path / name for name in ("tokenizer.json", "tokenizer.model")]
+    with MachineErrors(container.path, "looking for its tokenizer"):
+        sizes = [file.stat().st_size for file in files if file.is_file()]  # of a checkpoint that is run too
     return Line(VOCABULARY, TOKENIZER * max(sizes), ESTIMATED, "by the size of its file") if sizes else None
 
 

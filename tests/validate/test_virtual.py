@@ -167,6 +167,16 @@ def test_a_session(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["container_id"].startswith("source ") and table["io"] == "resident"
 
 
+def test_a_plan_for_a_checkpoint(workshop: Workshop) -> None:
+    """A checkpoint's tokenizer has its line as a container's has; the cache is what is left."""
+    lines = []
+    for root, opener in ((workshop.container("bf16"), None), (TINY, open_virtual)):
+        with Session(root, SessionOptions(memory=2 << 30), opener=opener) as session:
+            assert session.plan is not None
+            lines.append(session.plan.line("tokenizer"))
+    assert lines[0] == lines[1] > 0
+
+
 def test_no_map(capsys: pytest.CaptureFixture[str]) -> None:
     """There is nothing to map."""
     assert command("run", TINY, "--prompt", "x", "--io", "mmap") == 2
