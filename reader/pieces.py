@@ -3,9 +3,10 @@
 A prompt goes through the model layer by layer, whole: its hidden states are kept, and a layer's experts are given all
 of them at once. Attention, dense MLPs and norms of a longer prompt are called with one piece after the other, keys,
 values and recurrent state going to the cache in between, and each piece's mask is made for it alone. A piece begins at
-a multiple of `piece` tokens from the prompt's first; what the last one would leave over below `GRID` joins it, so that
-linear attention has the same grid of chunks and no product sees a single row. A prompt of one piece is given to the
-model's own modules as it always was: the same calls, the same bits.
+a multiple of `GRID` tokens: from the prompt's first for linear attention, so that its chunks are the same; from the
+first of the cache for attention with keys, whose sums over keys are then cut alike. What the last piece would leave
+over below `GRID` joins it, so that no product sees a single row. A prompt of one piece is given to the model's own
+modules as it always was: the same calls, the same bits.
 
 Only modules of classes whose pieces were proved to be the whole (tests/reader/test_pieces.py) are called so. Where a
 model has an attention of another class, all of its prompts are worked on whole.
@@ -27,11 +28,12 @@ ATTENTION = frozenset(
     {
         "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeAttention", "GptOssAttention", "GraniteMoeAttention",
         "MiniMaxM2Attention", "MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention",
-        "Qwen3MoeAttention", "Qwen3NextAttention", "Qwen3NextGatedDeltaNet", "Qwen3_5MoeAttention",
-        "Qwen3_5MoeGatedDeltaNet",
+        "Qwen3MoeAttention", "Qwen3NextAttention", "Qwen3_5MoeAttention",
     }
 )  # fmt: skip
-"""Classes of attention that carry what a piece leaves to the next, by the state they are given."""
+"""Classes of attention to the tokens before, by keys and values of the cache; a mask says to which."""
+RECURRENT = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+"""Classes that carry a state from one token to the next; they have no mask."""
 ROWS = frozenset(
     {
         "DeepseekV2MLP", "DeepseekV2RMSNorm", "DeepseekV3MLP", "DeepseekV3RMSNorm", "Glm4MoeMLP", "Glm4MoeRMSNorm",
@@ -48,11 +50,14 @@ _whole_above: ContextVar[int | None] = ContextVar("whole_above", default=None)
 """Queries above which masks are made later, a piece at a time; None: never."""
 
 
-def spans(tokens: int, piece: int | None) -> list[tuple[int, int]]:
-    """(begin, end) of every piece of `tokens`: `piece` long each, the last by up to `GRID - 1` longer or shorter."""
+def spans(tokens: int, piece: int | None, past: int = 0) -> list[tuple[int, int]]:
+    """(begin, end) of every piece of `tokens`: `piece` long each but the first and the last, none shorter than `GRID`
+    or longer than a piece by as much. With those `past`, all but the first begin at a multiple of `GRID`.
+    """
     if piece is None or tokens < piece + GRID:
         return [(0, tokens)]
-    begins = range(0, tokens - GRID + 1, piece)
+    first = piece - past % GRID
+    begins = [0, *range(first if first >= GRID else first + GRID, tokens - GRID + 1, piece)]
     return list(zip(begins, [*begins[1:], tokens], strict=True))
 
 
@@ -108,6 +113,7 @@ class AttentionInPieces:
 
     def __init__(self, module: Any, piece: int) -> None:
         self._forward, self._layer, self._piece = module.forward, module.layer_idx, piece
+        self._recurrent = inside.class_of_library(module) in RECURRENT
 
     def __call__(self, *unnamed: Any, **named: Any) -> Any:
         cut = None if unnamed else self._cut(named)
@@ -116,7 +122,7 @@ class AttentionInPieces:
                 named["attention_mask"] = named["attention_mask"].whole()
             return self._forward(*unnamed, **named)
         hidden, out, rest = named["hidden_states"], None, None
-        for begin, end in spans(hidden.shape[1], self._piece):
+        for begin, end in spans(hidden.shape[1], self._piece, self._past(named)):
             result = self._forward(**named | cut(begin, end))
             part, rest = (result[0], len(result) - 1) if isinstance(result, tuple) else (result, None)
             if out is None:
@@ -124,12 +130,19 @@ class AttentionInPieces:
             out[:, begin:end] = part
         return out if rest is None else (out, *[None] * rest)
 
+    def _past(self, named: Mapping[str, Any]) -> int:
+        """Tokens whose keys and values the layer's cache has."""
+        return 0 if self._recurrent else int(_state(named).get_seq_length(self._layer))
+
     def _cut(self, named: Mapping[str, Any]) -> Callable[[int, int], dict[str, Any]] | None:
-        """A function that gives the arguments of a piece; None if there is one piece, or an unknown argument."""
-        hidden, mask = named["hidden_states"], named.get("attention_mask")
-        cache = next((named[word] for word in inside.STATE_WORDS if named.get(word) is not None), None)
+        """A function that gives the arguments of a piece; None if there is one piece, or an unknown argument.
+
+        Attention with keys needs a mask: without one the library would let a later piece see no past but its own.
+        """
+        hidden, mask, cache = named["hidden_states"], named.get("attention_mask"), _state(named)
         tokens = hidden.shape[1]
-        if cache is None or len(spans(tokens, self._piece)) == 1 or not (mask is None or isinstance(mask, Mask)):
+        masked = mask is None if self._recurrent else isinstance(mask, Mask)
+        if cache is None or len(spans(tokens, self._piece)) == 1 or not masked:
             return None
         along = {name: (named[name], dim) for name, dim in ALONG.items() if named.get(name) is not None}
         positions = named.get("position_embeddings")
@@ -151,6 +164,11 @@ class AttentionInPieces:
             return piece
 
         return cut
+
+
+def _state(named: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of an attention, None if there is none."""
+    return next((named[word] for word in inside.STATE_WORDS if named.get(word) is not None), None)
 
 
 class RowsInPieces:
@@ -183,7 +201,7 @@ def work_in_pieces(model: Any, piece: int) -> str | None:
     """
     layers = list(inside.decoder_layers(model))
     mixers = [m for layer in layers for name, m in layer.named_children() if name in ("self_attn", "linear_attn")]
-    unproved = next((m for m in mixers if not _is_proved(m, ATTENTION)), None)
+    unproved = next((m for m in mixers if not _is_proved(m, ATTENTION | RECURRENT)), None)
     if len(mixers) != len(layers):
         return "its layers do not have one attention each"
     if unproved is not None:

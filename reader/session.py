@@ -116,7 +116,7 @@ class Session(Closing):
 
     May stand in a `with` statement. Opening compares every side file with its digest; `opener` opens something else
     than the directory of a container (`validate/virtual.py`: a checkpoint). Raises `RequestError` for what
-    cannot be run or is not installed (E0331, E1215, E1220 to E1223, E1240, E1244, E1290, E1291) and whatever
+    cannot be run or is not installed (E0331, E1215, E1220 to E1223, E1240, E1244, E1282, E1290, E1291) and whatever
     `open_to_run` raises.
     """
 

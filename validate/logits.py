@@ -29,7 +29,7 @@ from pagestone.reader.hosts import DEFAULT
 from pagestone.reader.made import MadeContainer, MadeRecords
 from pagestone.reader.memory import available_memory
 from pagestone.reader.memory_plan import Line
-from pagestone.reader.model import AUTO, NATIVE, Model
+from pagestone.reader.model import AUTO, NATIVE, PIECE, Model
 from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.store import ResidentStore, open_anew
 from pagestone.reader.text import check_ids
@@ -170,6 +170,8 @@ class LogitsRequest:
     """Where the audit is to be written; this module only sees that it can be."""
     resident: bool = False
     """Whether the reference side holds every record, whatever memory there is; see `reference_way`."""
+    prefill_piece: int | None = PIECE
+    """Tokens of a prompt that either side's layers work on at once, as in `Loading`."""
     memory: int | None = None
     """Bytes for everything either side holds, one after the other; the cache of the streamed side is what is left."""
 
@@ -204,7 +206,7 @@ def _open(request: LogitsRequest) -> Session:
         request.directory,
         SessionOptions(
             request.io, request.budget, request.threads, request.experts, request.tokenizer, host=request.host,
-            attention=request.attention, memory=request.memory,
+            attention=request.attention, memory=request.memory, prefill_piece=request.prefill_piece,
         ),
     )  # fmt: skip
 
