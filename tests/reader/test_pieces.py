@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from kits.families import LONG, MODELS, SIZES, STRUCTURES
+from kits.families import LONG, MODELS, SIZES, STRUCTURES, build
 from kits.inference import Workshop, calm, equal, sequence
 from kits.inference import model as any_model
 
-from pagestone.formats.errors import RequestError
+from pagestone.formats.errors import DataError, RequestError
 from pagestone.reader import attention, pieces
 from pagestone.reader.container import Layer, open_container
 from pagestone.reader.hosts import transformers as host
 from pagestone.reader.leases import Counters, Totals
 from pagestone.reader.libraries import OLDEST, release_of
-from pagestone.reader.model import Context, Loading
+from pagestone.reader.model import PIECE, Context, Loading
 from pagestone.reader.pieces import spans, work_in_pieces
+from pagestone.reader.session import Session, SessionOptions
+from pagestone.validate.audit import EQUAL, NOT_COMPARABLE
+from pagestone.validate.logits import LogitsRequest, report, verify_logits
+from pagestone.validate.recorded import read_audit
 
 torch: Any
 
@@ -97,7 +105,9 @@ LONGER: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": 24},
 }
 """What else a family's attention can do: a window shorter than a prompt, queries made of a short row."""
-KINDS = [(name, {}) for name in MODELS if name not in ("olmoe", "qwen3_vl_moe")] + list(LONGER.items())
+REFUSED = "qwen3_vl_moe"
+"""No language model of the library's."""
+KINDS = [(name, {}) for name in MODELS if name not in ("olmoe", REFUSED)] + list(LONGER.items())
 TRIED = [(name, extra) for name, extra in KINDS if LONG or extra or name in STRUCTURES.values()]
 
 
@@ -277,7 +287,7 @@ def test_no_mask_of_a_whole_prompt_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pieces.Mask, "piece", lambda *a: (lambda m: (made.append(tuple(m.shape[-2:])), m)[1])(real(*a)))
     monkeypatch.setattr(pieces.Mask, "whole", lambda _: pytest.fail("a whole mask"))
     turns(model, 64)
-    assert {q for q, _ in made} == {64, 108, 106} and max(k for _, k in made) == 470
+    assert {q for q, _ in made} == {64, 108, 84, 86} and max(k for _, k in made) == 470
     assert sum(k <= 127 + 108 for _, k in made) > len(made) // 2, "a window's mask is no wider than it"
 
 
@@ -308,3 +318,187 @@ def test_queries_are_attended_to_in_parts(masked: bool, monkeypatch: pytest.Monk
 
     found, _ = attention.by_queries(forward, module, query, key, value, mask, scaling=0.25)
     assert seen == [16, 17] and torch.allclose(found, want, atol=1e-6)
+
+
+@pytest.fixture(scope="session")
+def made(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Models of families in BF16 as transformers runs them, with room for prompts of several pieces."""
+
+    def one(name: str) -> Any:
+        more = {"max_position_embeddings": 131072 if name == "gpt_oss" else 1024} | {"olmoe": {"head_dim": 32}}.get(
+            name, {}
+        )
+        wanted = dataclasses.replace(MODELS[name], extra=dict(MODELS[name].extra) | more)
+        root = tmp_path_factory.mktemp("pieces") / name
+        build(wanted, SIZES["wide"], root)
+        return host.plain_model(root)
+
+    return one
+
+
+def in_pieces(model: Any, piece: int) -> Any:
+    """The same model, working in pieces."""
+    cut = copy.copy(model)
+    cut.model = copy.deepcopy(model.model)
+    cut.piece, problem = host._in_pieces(cut.model, None, piece)
+    assert (cut.piece, problem) == (piece, None)
+    return cut
+
+
+ROUNDED = frozenset({"gpt_oss"})
+"""Families whose pieces differ from the whole by rounding."""
+EXACT = [n for n in MODELS if n not in ROUNDED | {REFUSED} and (LONG or n in ("qwen3_5_moe", "deepseek_v3", "mixtral"))]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_families_keep_their_bits(made: Callable[[str], Any], name: str) -> None:
+    """In BF16, as models run: logits and state of a first prompt and what follows it.
+
+    A later prompt in pieces may round otherwise in some families: torch's products have other shapes there.
+    """
+    if not keeps_bits():
+        pytest.skip("in this release pieces differ from the whole by rounding")
+    model = made(name)
+    for piece in (64, 128):
+        cut = in_pieces(model, piece)
+        for sizes in TURNS[:-2]:
+            check_equal(model, cut, sizes, 40)
+
+
+def test_every_listed_class_is_tried() -> None:
+    """What the long run tries is all that is listed."""
+    if not LONG:
+        pytest.skip("PAGESTONE_LONG=1 runs it")
+    seen = {type(m).__name__ for name, extra in TRIED for m in library_model(name, extra).modules()}
+    assert seen >= pieces.ATTENTION | pieces.RECURRENT | pieces.ROWS
+
+
+def test_a_prompt_of_one_piece_makes_the_calls_it_always_made(made: Callable[[str], Any]) -> None:
+    """Modules are called as the library calls them, masks are its own: also by a model that works in pieces."""
+    model = made("qwen3_5_moe")
+    seen: tuple[list[Any], list[Any]] = ([], [])
+    for one, calls in zip((model, in_pieces(model, 64)), seen, strict=True):
+        for module in one.model.modules():
+            if type(module).__name__ in pieces.ATTENTION | pieces.RECURRENT | pieces.ROWS:
+                inner = vars(module).get("forward")
+                owner, word = (module, "forward") if inner is None else (inner, "_forward")
+                setattr(owner, word, shapes_into(calls, getattr(owner, word)))
+        state = None
+        for size in (127, 1, 64):
+            _, state = one.forward(sequence(size, 40), state)
+    assert seen[0] == seen[1] and len(seen[0]) >= 3 * 8
+
+
+def shapes_into(seen: list[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`inner`, which notes the shapes of what it is given."""
+
+    def kept(*unnamed: Any, **named: Any) -> Any:
+        given = [*enumerate(unnamed), *sorted(named.items())]
+        seen.append([(key, getattr(value, "shape", value is None)) for key, value in given])
+        return inner(*unnamed, **named)
+
+    return kept
+
+
+def test_attention_without_its_mask_is_called_whole() -> None:
+    """A library that leaves a long prompt's mask out: no piece is attended to as if it began the prompt."""
+    model = library_model("qwen3_moe", {})
+    assert work_in_pieces(model, 64) is None
+    mixer = model.model.layers[0].self_attn
+    calls: list[int] = []
+    mixer.forward._forward = lambda **named: (calls.append(named["hidden_states"].shape[1]), (named["hidden_states"],))[
+        1
+    ]
+
+    class State:
+        def get_seq_length(self, _: int) -> int:
+            return 0
+
+    given = {"hidden_states": torch.zeros(1, 300, 64), "past_key_values": State()}
+    mixer.forward(**given, attention_mask=None)
+    mixer.forward(**given, attention_mask=torch.ones(1, 1, 300, 300))
+    assert calls == [300, 300]
+    whole = pieces.Mask(lambda **asked: asked["q_length"], {"q_length": 300, "q_offset": 0})
+    mixer.forward(hidden_states=torch.zeros(1, 300, 64), attention_mask=whole)
+    assert calls == [300] * 3, "no state to leave anything in"
+
+
+def test_linear_attention_with_a_mask_is_called_whole() -> None:
+    """What a mask would say to it was not proved in pieces."""
+    model = library_model("qwen3_5_moe", {})
+    assert work_in_pieces(model, 64) is None
+    mixer = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    calls: list[int] = []
+    mixer.forward._forward = lambda **named: (calls.append(named["hidden_states"].shape[1]), named["hidden_states"])[1]
+    for mask in (None, torch.ones(1, 300)):
+        mixer.forward(hidden_states=torch.zeros(1, 300, 64), cache_params=object(), attention_mask=mask)
+    assert calls == [64, 64, 64, 108, 300]
+
+
+@pytest.mark.parametrize("change", ["class", "forward", "hook", "hook before"])
+def test_altered_attention_stays_whole(change: str) -> None:
+    """A class of the same name from elsewhere, a forward of its own, hooks: no layer is changed."""
+    model = library_model("qwen3_5_moe", {})
+    module = model.model.layers[1].self_attn
+    if change == "class":
+        module.__class__ = type(type(module).__name__, (type(module),), {"__module__": "elsewhere"})
+    elif change == "forward":
+        module.forward = module.forward
+    elif change == "hook":
+        module.register_forward_hook(lambda *_: None)
+    else:
+        module.register_forward_pre_hook(lambda *_: None)
+    assert "no attention that was proved" in str(work_in_pieces(model, 64))
+    assert not any(isinstance(vars(m).get("forward"), pieces.AttentionInPieces) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_other_attention_functions_work_whole(workshop: Workshop, name: str) -> None:
+    """Their masks are made for the whole prompt: nothing is cut, the user is told, and logits are as they were."""
+    container = open_container(workshop.container("int8"))
+    whole, cut = (any_model(container, "resident", piece=p, attention=name) for p in (None, 64))
+    assert cut.piece is None and any(f"the attention {name} was asked for" in note for note in cut.notes)
+    assert not any("was asked for" in note for note in whole.notes)
+    check_equal(whole, cut, (200, 1), 1000)
+    for model in (whole, cut):
+        assert model.surroundings()["model"]["prefill_piece"] is None
+        model.close()
+
+
+def test_sessions_pass_the_piece_on(workshop: Workshop) -> None:
+    """By default pieces of `PIECE`; what is no multiple of the grid is refused before a model is loaded."""
+    path = workshop.container("int8")
+    for options, piece in ((SessionOptions("resident"), PIECE), (SessionOptions("resident", prefill_piece=128), 128)):
+        with Session(path, options) as session:
+            assert session.model.surroundings()["model"]["prefill_piece"] == piece
+    with pytest.raises(RequestError, match="E1282"):
+        Session(path, SessionOptions(prefill_piece=100))
+
+
+def test_audits_know_the_piece(workshop: Workshop, tmp_path: Path) -> None:
+    """Both sides work in pieces, the audit says of how many tokens, and another number is not comparable."""
+    path, ids, audit = workshop.container("int8"), tmp_path / "ids", tmp_path / "audit.json"
+    ids.write_text(" ".join(map(str, prompt(200))))
+    found = verify_logits(LogitsRequest(path, ids=ids, steps=1, prefill_piece=64))
+    assert found.result == EQUAL and found.surroundings["model"]["prefill_piece"] == 64
+    found.write(audit)
+    assert read_audit(audit).surroundings["model"]["prefill_piece"] == 64
+    assert verify_logits(LogitsRequest(path, against=audit, prefill_piece=64)).result == EQUAL
+    for other in (PIECE, None):
+        found = verify_logits(LogitsRequest(path, against=audit, prefill_piece=other))
+        assert found.result == NOT_COMPARABLE
+        assert f"model prefill_piece is {other} here, 64 there" in report(found)
+    table = json.loads(audit.read_text())
+    table["model"]["prefill_piece"] = "64"
+    audit.write_text(json.dumps(table))
+    with pytest.raises(DataError, match="E1303"):
+        read_audit(audit)
+
+
+def test_the_plan_counts_pieces(workshop: Workshop) -> None:
+    """Working space of a long prompt in pieces is far below that of the whole, and computed, not guessed."""
+    container = open_container(workshop.container("int8"))
+    whole, cut = (host.HOST.footprint(container, Loading(prefill_piece=p), 4096) for p in (None, 256))
+    assert whole.known == cut.known == "computed"
+    assert cut.working_bytes(4096) < 0.5 * whole.working_bytes(4096)
+    assert cut.working_bytes(128) == whole.working_bytes(128)
