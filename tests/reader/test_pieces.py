@@ -502,3 +502,74 @@ def test_the_plan_counts_pieces(workshop: Workshop) -> None:
     assert whole.known == cut.known == "computed"
     assert cut.working_bytes(4096) < 0.5 * whole.working_bytes(4096)
     assert cut.working_bytes(128) == whole.working_bytes(128)
+
+
+def test_unknown_arguments_keep_a_prompt_whole() -> None:
+    """A tensor that nobody knows how to cut, and tables that have no row a token."""
+    model = library_model("qwen3_5_moe", {})
+    assert work_in_pieces(model, 64) is None
+    mixer = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    calls: list[int] = []
+    mixer.forward._forward = lambda **named: (calls.append(named["hidden_states"].shape[1]), named["hidden_states"])[1]
+    given = {"hidden_states": torch.zeros(1, 300, 64), "cache_params": object()}
+    mixer.forward(**given, bias=torch.zeros(300))
+    mixer.forward(**given, position_embeddings=(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)))
+    mixer.forward(**given, position_ids=torch.zeros(1, 1))
+    assert calls == [300] * 3
+    mixer.forward(**given, position_ids=torch.zeros(1, 300), flag=True)
+    assert calls[3:] == [64, 64, 64, 108]
+
+
+def test_masks_of_batches_are_made_whole() -> None:
+    """A mask that says more than what was before, or an offset that is no number, is left to the library."""
+    asked = {"q_length": 300, "q_offset": 0, "attention_mask": None}
+    make = pieces.later(lambda **_: "made")
+    assert make(**asked) == "made"
+    with pieces.masks_of_pieces(64):
+        assert isinstance(make(**asked), pieces.Mask) and make(**asked | {"q_length": 127}) == "made"
+        assert isinstance(make(**asked | {"q_length": 128}), pieces.Mask)
+        assert make(**asked | {"attention_mask": torch.ones(1, 300)}) == "made"
+        assert make(**asked | {"q_offset": torch.zeros(())}) == "made"
+    assert make(**asked) == "made"
+
+
+def test_all_modules_of_rows_work_in_pieces() -> None:
+    """Norms and dense MLPs of every layer, the shared expert's among them, and the last norm."""
+    model = library_model("qwen3_5_moe", {})
+    assert work_in_pieces(model, 64) is None
+    inside_attention = {m for n, part in model.named_modules() if n.endswith("_attn") for m in part.modules()}
+    rows = {n for n, m in model.named_modules() if type(m).__name__ in pieces.ROWS and m not in inside_attention}
+    cut = {n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), pieces.RowsInPieces)}
+    assert cut == rows and {"model.norm", "model.layers.0.mlp.shared_expert", "model.layers.1.input_layernorm"} <= cut
+
+
+@pytest.mark.parametrize("other", ["wider values", "a mask a head", "dropout"])
+def test_what_is_not_plain_is_left_to_the_library(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are gone through by themselves only where that is the same."""
+    query, key, value = (torch.zeros(1, heads, 5, 16) for heads in (8, 2, 2))
+    mask, more = torch.ones(1, 1, 5, 5, dtype=torch.bool), {}
+    if other == "wider values":
+        value = torch.zeros(1, 2, 5, 24)
+    elif other == "a mask a head":
+        mask = mask.expand(1, 8, 5, 5)
+    else:
+        more = {"dropout": 0.5}
+    monkeypatch.setattr(attention.inside, "sdpa_forward", lambda: lambda *_, **given: (given, None))
+    found, _ = attention.packed_attention(None, query, key, value, mask, scaling=0.25, **more)
+    assert found == {"scaling": 0.25} | more
+
+
+def test_no_mask_means_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask a function may see by the place of a query among those it is given."""
+    monkeypatch.setattr(attention, "SCORES", 1)
+    query = torch.zeros(1, 8, 33, 16)
+    seen: list[int] = []
+
+    def forward(_: Any, queries: Any, *__: Any) -> Any:
+        seen.append(queries.shape[2])
+        return queries.transpose(1, 2), None
+
+    attention.by_queries(forward, None, query, query, query, None)
+    assert seen == [33]
+    attention.by_queries(forward, None, query, query, query, torch.ones(1, 1, 33, 33))
+    assert seen[1:] == [2] * 15 + [3], "never a single query"
