@@ -15,7 +15,7 @@ from pagestone.formats import native
 from pagestone.formats.directories import directory as named
 from pagestone.formats.errors import PagestoneError, RequestError
 from pagestone.formats.manifest import MANIFEST, read_manifest
-from pagestone.formats.text import shown
+from pagestone.formats.text import shown, shown_lines
 from pagestone.reader.commands import MOST, Directory
 from pagestone.reader.container import Container
 from pagestone.validate.findings import ERROR
@@ -90,7 +90,9 @@ def _verify(
 
 
 def _progress(text: str) -> None:
-    print(f"{shown(text)} ...", file=sys.stderr, flush=True)
+    """What is done now, on a line; a text of several lines is a plan, and stands as it is."""
+    said = shown_lines(text.split("\n"))
+    print(said if "\n" in said else f"{said} ...", file=sys.stderr, flush=True)
 
 
 def _total(directory: Path) -> int | None:

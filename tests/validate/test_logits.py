@@ -674,7 +674,9 @@ def test_under_a_cap(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "audit.json"
     audit.write(path)
     assert command("verify-logits", directory, "--against", path, "--memory", "2GiB") == 0
-    assert capsys.readouterr().err.count("memory: 2.00 GiB for everything") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("memory: 2.00 GiB for everything, a context of 66 tokens") == 1  # a plan stands line by line
+    assert sum(line.startswith("  interpreter and libraries ") for line in lines) == 1 and "streamed side ..." in lines
 
 
 def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
