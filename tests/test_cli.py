@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,21 @@ def test_requests_that_contradict_each_other(made, tmp_path, monkeypatch, capsys
     ):
         assert inference.command(*words) == 2
         assert f"({code})" in capsys.readouterr().err
+
+
+def test_an_interruption_while_it_is_imported(tmp_path: Path) -> None:
+    """Ctrl-C before the command line is there: one word and 130, no traceback; `python -m` and the command alike."""
+    program = (
+        "import builtins, runpy, sys\n"
+        "real = builtins.__import__\n"
+        "def stop(name, *rest, **more):\n"
+        "    if name == 'pagestone.convert': raise KeyboardInterrupt\n"
+        "    return real(name, *rest, **more)\n"
+        "builtins.__import__ = stop\n"
+        "sys.argv = ['pagestone', '--version']\n"
+        "runpy.run_module('pagestone', run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+    table = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert table["project"]["scripts"] == {"pagestone": "pagestone.__main__:main"}

@@ -20,7 +20,7 @@ from pagestone.convert.errors import machine_errors
 from pagestone.formats.errors import RequestError
 from pagestone.formats.storage import forget
 from pagestone.formats.text import size_text
-from pagestone.reader.memory_plan import Line, trim
+from pagestone.reader.memory_plan import Line, MemoryPlan, trim
 from pagestone.reader.model import Logits, Model, bytes_of
 from pagestone.reader.session import Session
 from pagestone.validate.choices import Score
@@ -114,11 +114,16 @@ class Heard:
         self._scratch.close()
 
 
-def planned_model(session: Session, rows: int) -> Model:
-    """The session's model under its `options.memory`, with room for so many rows of logits and their comparison."""
+def planned(session: Session, rows: int) -> MemoryPlan:
+    """The plan for `options.memory`, with room for `rows` of logits and their comparison. Raises as `plan_for`."""
     vocabulary = session.vocabulary
     compared = rows * vocabulary * LOGIT_BYTES + COMPARED * WIDE * vocabulary * 8
-    plan = session.plan_for(prompt=session.options.context, logits=rows, extra=[Line("logits compared", compared)])
+    return session.plan_for(prompt=session.options.context, logits=rows, extra=[Line("logits compared", compared)])
+
+
+def planned_model(session: Session, rows: int) -> Model:
+    """The session's model under the plan that `planned` makes."""
+    plan = planned(session, rows)
     session.note(plan.text())
     store, notes = session.open_store(session.options.io, plan.cache_bytes if session.options.io == "direct" else None)
     model = session.model_over(store)

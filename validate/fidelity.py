@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from pagestone.reader.model import AUTO, REFERENCE, Logits, Model, greedy, value
 from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.text import Tokenizer, check_ids, end_tokens, open_tokenizer
 from pagestone.validate import requests
-from pagestone.validate.apart import COMPARED, Heard, Scratch, let_go, planned_model
+from pagestone.validate.apart import COMPARED, Heard, Scratch, let_go, planned, planned_model
 from pagestone.validate.choices import Choice, ChoiceResult, longest, over_choices, read_choices, scores
 from pagestone.validate.virtual import open_virtual
 
@@ -150,6 +150,8 @@ def compare(request: FidelityRequest, progress: Callable[[str], None] = lambda _
             progress("loading the source")
             source = _source_model(request.source, container)
         else:
+            session.options = replace(session.options, context=work.longest(request.window))
+            planned(session, work.rows(request.window))  # refused before the source runs for hours
             pieces = [] if work.ids is None else list(windows(work.ids, request.window))
             source = Heard(Scratch(request.scratch, sum(map(len, pieces)), work.vocabulary), work.vocabulary)
             opened.callback(source.close)

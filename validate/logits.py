@@ -135,15 +135,16 @@ def reference_way(session: Session, request: LogitsRequest) -> tuple[str, str]:
     """("resident" or "anew", why) of the reference side: resident if that is asked for, or fits the free memory."""
     if request.resident:
         return RESIDENT, "every record in memory, as asked for"
+    what = "read" if request.source is None else "encoded from the source"
     if request.memory is not None:
-        return ANEW, f"records read anew for each use: {size_text(request.memory)} for everything"
+        return ANEW, f"records {what} anew for each use: {size_text(request.memory)} for everything"
     container, free = session.container, available_memory()
     needed = all_records(container) + dense_costs(container, mode=RESIDENT).resident
     needed += row_sum_bytes(container) if session.loading.experts == NATIVE else 0
     if free is None or needed <= free:
         return RESIDENT, "every record in memory"
     short = f"all of them would take {size_text(needed)}, {size_text(free)} are free"
-    return ANEW, f"records read anew for each use: {short}"
+    return ANEW, f"records {what} anew for each use: {short}"
 
 
 # -- the command's work -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,9 @@ from kits.inference import TINY, Workshop, calm, command
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
+from pagestone.reader.memory_plan import MemoryPlan
 from pagestone.reader.model import PRODUCTS, REFERENCE
+from pagestone.reader.session import Session
 from pagestone.reader.text import open_tokenizer
 from pagestone.validate import apart, fidelity
 
@@ -184,6 +187,8 @@ def test_under_a_cap(workshop: Workshop, tmp_path: Path) -> None:
     assert one_by_one.table() == together.table()
     assert sum("memory: 2.00 GiB for everything" in text for text in said) == 2, said
     assert sum("logits compared" in text for text in said) == 2
+    contexts = [re.findall(r"a context of ([0-9,]+) tokens", text) for text in said if text.startswith("memory: ")]
+    assert len(contexts) == 2 and contexts[0] == contexts[1], "both sides remember what the work needs, and no more"
     assert not list(tmp_path.iterdir()), "what waited is gone"
 
 
@@ -194,6 +199,28 @@ def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixtu
     assert "E1271" in capsys.readouterr().err
     assert command(*words, "--memory", "2GiB", "--budget", "1MiB") == 2
     assert "E1273" in capsys.readouterr().err
+
+
+def test_the_container_is_planned_before_the_source_runs(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second side would be refused for is known before the first has run."""
+    monkeypatch.setattr(fidelity, "_listen", None)
+    real, asked = fidelity.planned, []
+
+    def refusing(session: Session, rows: int) -> MemoryPlan:
+        asked.append((session.path, rows, session.options.context))
+        real(session, rows)
+        raise RequestError("no room", code="E1271")
+
+    monkeypatch.setattr(fidelity, "planned", refusing)
+    directory = workshop.container("int8")
+    request = fidelity.FidelityRequest(
+        directory, TINY, text=TEXT, tokens=64, window=32, memory=2 << 30, scratch=tmp_path
+    )
+    with pytest.raises(RequestError, match="E1271"):
+        fidelity.compare(request)
+    assert asked == [(directory, 32, 32)]
 
 
 def test_no_room_for_logits(

@@ -665,6 +665,7 @@ def test_under_a_cap(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureF
     with Session(directory, SessionOptions(memory=2 << 30, context=66)) as session:
         assert session.plan is not None and audit.streamed.budget == session.plan.cache_bytes
     sourced = verify_logits(request(directory, steps=2, memory=2 << 30, source=TINY), said.append)
+    assert any(text.startswith("anew side: records encoded from the source anew") for text in said)
     assert sourced.result == EQUAL and "an expert of the source" in said[-3] and "an expert of" not in said[-2]
     held = verify_logits(request(directory, steps=2, memory=2 << 30, resident=True))
     assert held.reference is not None and held.reference.mode == "resident"
