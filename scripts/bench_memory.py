@@ -10,8 +10,8 @@ that routing is real and the source takes no disk. It is converted to each pair 
 are verified. Then, in a control group of cap + 5 % (version 1, as root; page cache counts, swap does not help), each
 container runs with the cap as `--memory`: a short prompt, `--tokens` decoded, and a prompt of `--long` tokens. A state
 that knows only `--budget` (`--other`) runs the container whose dense matrices are kept, with as much for experts as
-this state's plan of that container has, or with cap - 1.05 GiB where nothing fits. `--answer` also asks the command
-line for an answer, under the same cap.
+this state's plan of that container has, or with cap - 1.05 GiB where that is more: it reserves nothing for prompts.
+`--answer` also asks the command line for an answer, under the same cap.
 
 Runs take turns, forwards and backwards; medians with (least .. most). Each begins cold: nothing of the container is in
 the page cache, which bytes read prove. `others` is what other processes took of the processors, in cores, while tokens
@@ -373,7 +373,7 @@ def rows_of(words: argparse.Namespace, own: str, made: dict[str, Made], others: 
             if kept is None:
                 continue
             plan, _ = python(own, ["-c", PLAN, str(kept.path), str(cap)])
-            budget = plan.get("cache_bytes", cap - BESIDE)
+            budget = max(plan.get("cache_bytes", 0), cap - BESIDE)
             rows += [Row(f"{kept.path.name}, {n}", tree, kept.path, cap, budget) for n, tree in others.items()]
     return rows
 
