@@ -194,7 +194,7 @@ def test_compare(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixtu
     request = fidelity.FidelityRequest(workshop.container("q3"), TINY, choices=file)
     together = fidelity.compare(request).table()
     assert together["choices"]["asked"] == 3 and together["choices"]["source_right"] >= 1
-    capped = fidelity.FidelityRequest(workshop.container("q3"), TINY, choices=file, memory=2 << 30)
+    capped = fidelity.FidelityRequest(workshop.container("q3"), TINY, choices=file, memory=6 << 30)
     assert fidelity.compare(capped).table() == together
     assert command(*words, "--limit", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["choices"]["asked"] == 1

@@ -96,16 +96,16 @@ def assert_rest(report: Report) -> None:
 def test_a_container(workshop: Workshop, codec: str) -> None:
     """Its own records are read, its own plan is made, and the forecast is for this cap, half and double."""
     path = workshop.container(codec)
-    report = diagnose(path, 3 * GIB)
+    report = diagnose(path, 6 * GIB)
     container = open_container(path)
     assert codes(report) == [] and report.exit_code == 0 and report.kind == "container"
-    assert report.plan is not None and report.plan.cap == 3 * GIB and report.plan.records == all_records(container)
+    assert report.plan is not None and report.plan.cap == 6 * GIB and report.plan.records == all_records(container)
     libraries_known = {line.name: line.known for line in report.plan.lines}["interpreter and libraries"]
     assert libraries_known == ("estimated" if report.processor.torch is None else "measured")
     assert report.plan.line("tokenizer") > 0 and report.plan.line("row sums of experts") == row_sum_bytes(container)
     assert report.disk is not None and report.rates is not None and report.rates.disk == report.disk.rate
     assert report.disk.size == largest_record(container)
-    assert [(row.codec, row.cap) for row in report.rows] == [(codec, 3 * GIB), (codec, 3 * GIB // 2), (codec, 6 * GIB)]
+    assert [(row.codec, row.cap) for row in report.rows] == [(codec, 6 * GIB), (codec, 6 * GIB // 2), (codec, 12 * GIB)]
     for row in report.rows:
         assert row.token is not None and row.token.work.held == 1 and row.token.reading == 0
         assert row.token.work.record == largest_record(container) and row.token.work.chosen == 4
@@ -119,10 +119,10 @@ def test_a_container(workshop: Workshop, codec: str) -> None:
 @pytest.mark.usefixtures("brief")
 def test_a_checkpoint(workshop: Workshop) -> None:
     """Every codec at every cap, and what conversion would take: bytes as they really become."""
-    report = diagnose(TINY, 2 * GIB)
+    report = diagnose(TINY, 6 * GIB)
     assert report.kind == "checkpoint" and codes(report) == []
     names = set(encodings.registry())
-    assert {(row.codec, row.cap) for row in report.rows} == {(n, c * GIB) for n in names for c in (1, 2, 4)}
+    assert {(row.codec, row.cap) for row in report.rows} == {(n, c * GIB) for n in names for c in (3, 6, 12)}
     made = {c.codec: c for c in report.conversions}
     assert set(made) == names
     for name in ("int8", "q4"):
@@ -169,19 +169,19 @@ def test_a_cap_that_misses(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) 
     """With half the records in memory the disk counts, and more memory helps."""
     path = workshop.container("int8")
     records = all_records(open_container(path))
-    plan = diagnose(path, 4 * GIB).plan
+    plan = diagnose(path, 6 * GIB).plan
     assert plan is not None
     real = doctor._plan
 
     def small(held: Any, container: Any, cap: int) -> Any:
-        found = real(held, container, 4 * GIB)
-        object.__setattr__(found, "cache_bytes", int(records * min(1, cap / (8 * GIB))))
+        found = real(held, container, 6 * GIB)
+        object.__setattr__(found, "cache_bytes", int(records * min(1, cap / (12 * GIB))))
         return found
 
     monkeypatch.setattr(doctor, "_plan", small)
     slow = rates.DiskRate(1e4, "direct", MIB, 9, 0.1, 2)
     monkeypatch.setattr(doctor, "disk_rate", lambda files, size: slow)
-    report = diagnose(path, 4 * GIB)
+    report = diagnose(path, 6 * GIB)
     now, half, double = (row.token for row in report.rows)
     assert now is not None and half is not None and double is not None and report.rates is not None
     assert now.work.held == pytest.approx(0.5) and now.reading == pytest.approx(now.work.used / 2 / report.rates.disk)
@@ -200,18 +200,18 @@ class TestGoesOn:
     """After each problem the rest is said."""
 
     def test_no_torch(self, workshop: Workshop, without_torch: None) -> None:
-        report = diagnose(workshop.container("int8"), GIB)
+        report = diagnose(workshop.container("int8"), 6 * GIB)
         assert codes(report) == ["E1220"] and report.exit_code == 0 and report.findings[0].severity == "warning"
         assert report.processor.torch is None and report.rates is not None and report.rates.call == CALL
         assert report.rates.linear == report.rates.products["bf16"]
-        assert report.plan is not None and all(row.token for row in report.rows if row.cap >= GIB)
+        assert report.plan is not None and all(row.token for row in report.rows if row.cap >= 6 * GIB)
         assert "torch is not installed" in report.text()
         assert_rest(report)
 
     def test_a_broken_torch(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(libraries, "require", lambda *_: None)
         monkeypatch.setitem(sys.modules, "torch", None)
-        report = diagnose(workshop.container("int8"), GIB)
+        report = diagnose(workshop.container("int8"), 6 * GIB)
         assert codes(report) == ["E1346"] and report.exit_code == 2 and report.plan is not None
         assert_rest(report)
 
@@ -219,7 +219,7 @@ class TestGoesOn:
     def test_a_broken_manifest(self, workshop: Workshop, tmp_path: Path, text: bytes) -> None:
         path = workshop.copy("int8", tmp_path / "c")
         (path / "manifest.json").write_bytes(text)
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         assert codes(report)[0].startswith("E03") and report.exit_code == 1 and report.plan is None
         assert report.disk is not None and report.disk.reads > 0, "files are there, whatever the manifest says"
         assert_rest(report)
@@ -230,7 +230,7 @@ class TestGoesOn:
         files = [layer.path.name for layer in open_container(path).layers.values()]
         for name in files[:2]:
             (path / name).unlink()
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         told = " ".join(f.what for f in report.findings)
         assert "E0332" in codes(report) and all(name in told for name in files[:2])
         assert report.exit_code != 0 and report.disk is not None
@@ -241,7 +241,7 @@ class TestGoesOn:
         path = workshop.copy("int8", tmp_path / "c")
         text = (path / "generation_config.json").read_bytes()
         (path / "generation_config.json").write_bytes(text[:-1] + b" ")
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         assert codes(report) == ["E1216"] and report.exit_code == 1
         assert report.plan is not None and report.rows[0].token is not None
         assert_rest(report)
@@ -249,7 +249,7 @@ class TestGoesOn:
     def test_no_tokenizer(self, tmp_path: Path) -> None:
         path = tmp_path / "c"
         shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("tokenizer*"))
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         assert codes(report) == ["E1230"] and report.exit_code == 0 and report.plan is not None
         assert_rest(report)
 
@@ -257,7 +257,7 @@ class TestGoesOn:
         """Experts of columns that make no groups: said of each codec, and the others are foretold."""
         real = doctor.product_rate
         monkeypatch.setattr(doctor, "product_rate", lambda c, rows, columns, n: real(c, rows, columns - 8, n))
-        report = diagnose(TINY, GIB)
+        report = diagnose(TINY, 6 * GIB)
         assert set(codes(report)) == {"W1348"} and report.exit_code == 0
         grouped = {name for name in encodings.registry() if name.startswith("q")}
         assert len(report.findings) == len(grouped)
@@ -274,7 +274,7 @@ class TestGoesOn:
         text = config.get("text_config", config)
         text["hidden_act"] = "nothing known"
         (source / "config.json").write_text(json.dumps(config))
-        report = diagnose(workshop.container("int8", source), GIB)
+        report = diagnose(workshop.container("int8", source), 6 * GIB)
         assert codes(report) == ["E1225"] and report.exit_code == 2 and report.plan is not None
         assert report.rows[0].token is not None
         assert_rest(report)
@@ -302,7 +302,7 @@ class TestGoesOn:
         shutil.copytree(TINY, path)
         shard = sorted(path.glob("*.safetensors"))[0]
         shard.write_bytes(shard.read_bytes()[:-1])
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         assert report.exit_code == 1 and shard.name in report.findings[0].what and report.disk is not None
         assert_rest(report)
 
@@ -314,20 +314,20 @@ class TestGoesOn:
         head, size = shard.read_bytes()[: 64 << 10], shard.stat().st_size
         shard.write_bytes(head)
         os.truncate(shard, size)
-        report = diagnose(path, GIB)
+        report = diagnose(path, 6 * GIB)
         assert codes(report) == ["W1343"] and shard.name in report.findings[0].what and report.disk is not None
         assert_rest(report)
 
     def test_no_direct_reads(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rates, "DirectFile", lambda path: DirectFile(path, direct=False))
-        report = diagnose(workshop.container("int8"), GIB)
+        report = diagnose(workshop.container("int8"), 6 * GIB)
         assert codes(report) == ["W1342"] and report.disk is not None and report.disk.mode == "buffered"
         assert "through the page cache" in report.text()
         assert_rest(report)
 
     def test_slow_kernels(self, workshop: Workshop) -> None:
         with native.forced(native.NUMPY):
-            report = diagnose(workshop.container("int8"), GIB)
+            report = diagnose(workshop.container("int8"), 6 * GIB)
         assert "W1340" in codes(report) or native.available() == (native.NUMPY,)
         assert report.processor.kernels == native.NUMPY and report.rows[0].token is not None
         assert_rest(report)
@@ -335,20 +335,20 @@ class TestGoesOn:
     def test_an_isa_that_is_not_there(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_current", None)
         monkeypatch.setenv(native.VARIABLE, "mmx")
-        report = diagnose(workshop.container("int8"), GIB)
+        report = diagnose(workshop.container("int8"), 6 * GIB)
         assert codes(report)[0] == "E0111" and report.exit_code == 2 and report.rows[0].token is not None
         assert_rest(report)
 
     def test_no_room_for_a_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "disk_space", lambda path: 11 * MIB)
-        report = diagnose(TINY, GIB)
+        report = diagnose(TINY, 6 * GIB)
         rooms = {c.codec: c.room for c in report.conversions}
         assert codes(report) == ["W1349"] and rooms["q4"] and not rooms["bf16"] and "bf16" in report.findings[0].what
         assert_rest(report)
 
     def test_neither(self, tmp_path: Path) -> None:
         for path in (tmp_path / "nothing", tmp_path):
-            report = diagnose(path, GIB)
+            report = diagnose(path, 6 * GIB)
             assert codes(report)[0] == "E0331" and report.exit_code == 2 and report.kind == "neither"
             assert_rest(report)
 
@@ -361,7 +361,7 @@ class TestGoesOn:
             return real(path)
 
         monkeypatch.setattr(doctor, "has_holes", refuse)
-        report = diagnose(workshop.container("int8"), GIB)
+        report = diagnose(workshop.container("int8"), 6 * GIB)
         assert codes(report) == ["E1031"] and report.exit_code == 3 and report.disk is not None
         assert_rest(report)
 
@@ -511,9 +511,9 @@ def test_what_helps_comes_first() -> None:
 def test_the_command(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     """Results on stdout, in words or as JSON; exit codes of the findings."""
     path = workshop.container("int8")
-    assert command("doctor", path, "--memory", "2GiB", "--json") == 0
+    assert command("doctor", path, "--memory", "6GiB", "--json") == 0
     table = json.loads(capsys.readouterr().out)
-    assert table["kind"] == "container" and table["memory"]["cap"] == 2 * GIB and table["findings"] == []
+    assert table["kind"] == "container" and table["memory"]["cap"] == 6 * GIB and table["findings"] == []
     assert command("doctor", path, "--memory", "much") == 2
     assert "E1241" in capsys.readouterr().err
     assert command("doctor", path, "--memory", "200MiB") == 2

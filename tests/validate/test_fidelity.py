@@ -182,10 +182,10 @@ def test_under_a_cap(workshop: Workshop, tmp_path: Path) -> None:
     together = fidelity.compare(fidelity.FidelityRequest(directory, TINY, **how))
     said: list[str] = []
     one_by_one = fidelity.compare(
-        fidelity.FidelityRequest(directory, TINY, **how, memory=2 << 30, scratch=tmp_path), said.append
+        fidelity.FidelityRequest(directory, TINY, **how, memory=6 << 30, scratch=tmp_path), said.append
     )
     assert one_by_one.table() == together.table()
-    assert sum("memory: 2.00 GiB for everything" in text for text in said) == 2, said
+    assert sum("memory: 6.00 GiB for everything" in text for text in said) == 2, said
     assert sum("logits compared" in text for text in said) == 2
     contexts = [re.findall(r"a context of ([0-9,]+) tokens", text) for text in said if text.startswith("memory: ")]
     assert len(contexts) == 2 and contexts[0] == contexts[1], "both sides remember what the work needs, and no more"
@@ -197,7 +197,7 @@ def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixtu
     words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--tokens", "64"]
     assert command(*words, "--memory", "64MiB") == 2
     assert "E1271" in capsys.readouterr().err
-    assert command(*words, "--memory", "2GiB", "--budget", "1MiB") == 2
+    assert command(*words, "--memory", "6GiB", "--budget", "1MiB") == 2
     assert "E1273" in capsys.readouterr().err
 
 
@@ -216,7 +216,7 @@ def test_the_container_is_planned_before_the_source_runs(
     monkeypatch.setattr(fidelity, "planned", refusing)
     directory = workshop.container("int8")
     request = fidelity.FidelityRequest(
-        directory, TINY, text=TEXT, tokens=64, window=32, memory=2 << 30, scratch=tmp_path
+        directory, TINY, text=TEXT, tokens=64, window=32, memory=6 << 30, scratch=tmp_path
     )
     with pytest.raises(RequestError, match="E1271"):
         fidelity.compare(request)
@@ -229,7 +229,7 @@ def test_no_room_for_logits(
     """A folder without room for the rows is refused before anything is loaded, with what is needed."""
     room = apart.shutil.disk_usage(tmp_path)._replace(free=63 * 1024 * apart.LOGIT_BYTES)  # of 63 rows, to the byte
     monkeypatch.setattr(apart.shutil, "disk_usage", lambda folder: room)
-    words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--memory", "2GiB"]
+    words = ["compare", workshop.container("int8"), "--source", TINY, "--text", TEXT, "--memory", "6GiB"]
     assert command(*words, "--tokens", "64", "--scratch", tmp_path) == 2
     err = capsys.readouterr().err
     assert "E1332" in err and str(tmp_path) in err and "64 rows" in err

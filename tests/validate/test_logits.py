@@ -657,26 +657,26 @@ def test_a_flip_in_a_dense_tensor_in_memory(
 def test_under_a_cap(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each side is planned before it runs: the other reads records anew, the streamed one has what the plan leaves."""
     directory, said = workshop.container("int8"), []
-    audit = verify_logits(request(directory, steps=2, memory=2 << 30), said.append)
+    audit = verify_logits(request(directory, steps=2, memory=6 << 30), said.append)
     assert audit.result == EQUAL and audit.reference is not None and audit.streamed is not None
     assert audit.reference.mode == "anew"
-    plans = [text for text in said if text.startswith("memory: 2.00 GiB for everything")]
+    plans = [text for text in said if text.startswith("memory: 6.00 GiB for everything")]
     assert len(plans) == 2 and all("a context of 66 tokens" in text for text in plans), said  # 64, and two steps
-    with Session(directory, SessionOptions(memory=2 << 30, context=66)) as session:
+    with Session(directory, SessionOptions(memory=6 << 30, context=66)) as session:
         assert session.plan is not None and audit.streamed.budget == session.plan.cache_bytes
-    sourced = verify_logits(request(directory, steps=2, memory=2 << 30, source=TINY), said.append)
+    sourced = verify_logits(request(directory, steps=2, memory=6 << 30, source=TINY), said.append)
     assert any(text.startswith("anew side: records encoded from the source anew") for text in said)
     assert sourced.result == EQUAL and "an expert of the source" in said[-3] and "an expert of" not in said[-2]
-    held = verify_logits(request(directory, steps=2, memory=2 << 30, resident=True))
+    held = verify_logits(request(directory, steps=2, memory=6 << 30, resident=True))
     assert held.reference is not None and held.reference.mode == "resident"
     assert [[s.sha256 for s in p] for p in held.reference.steps] == [
         [s.sha256 for s in p] for p in audit.reference.steps
     ]
     path = tmp_path / "audit.json"
     audit.write(path)
-    assert command("verify-logits", directory, "--against", path, "--memory", "2GiB") == 0
+    assert command("verify-logits", directory, "--against", path, "--memory", "6GiB") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines.count("memory: 2.00 GiB for everything, a context of 66 tokens") == 1  # a plan stands line by line
+    assert lines.count("memory: 6.00 GiB for everything, a context of 66 tokens") == 1  # a plan stands line by line
     assert sum(line.startswith("  interpreter and libraries ") for line in lines) == 1 and "streamed side ..." in lines
 
 
@@ -686,7 +686,7 @@ def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixtu
     assert command("verify-logits", directory, "--memory", "64MiB") == 2
     err = capsys.readouterr().err
     assert "E1271" in err and "streamed side" not in err
-    assert command("verify-logits", directory, "--memory", "2GiB", "--budget", "1MiB") == 2
+    assert command("verify-logits", directory, "--memory", "6GiB", "--budget", "1MiB") == 2
     assert "E1273" in capsys.readouterr().err
 
 

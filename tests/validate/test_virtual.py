@@ -171,7 +171,7 @@ def test_a_plan_for_a_checkpoint(workshop: Workshop) -> None:
     """A checkpoint's tokenizer has its line as a container's has; the cache is what is left."""
     lines = []
     for root, opener in ((workshop.container("bf16"), None), (TINY, open_virtual)):
-        with Session(root, SessionOptions(memory=2 << 30), opener=opener) as session:
+        with Session(root, SessionOptions(memory=6 << 30), opener=opener) as session:
             assert session.plan is not None
             lines.append(session.plan.line("tokenizer"))
     assert lines[0] == lines[1] > 0
