@@ -186,7 +186,7 @@ def test_a_cap_that_misses(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) 
     assert now is not None and half is not None and double is not None and report.rates is not None
     assert now.work.held == pytest.approx(0.5) and now.reading == pytest.approx(now.work.used / 2 / report.rates.disk)
     assert half.seconds > now.seconds > double.seconds and double.reading == 0
-    assert "--memory 8.00 GiB" in [h.what for h in report.helps] and "a disk 2 times as fast" in report.text()
+    assert "--memory 12.00 GiB" in [h.what for h in report.helps] and "a disk 2 times as fast" in report.text()
     assert [h.token.per_second for h in report.helps] == sorted(
         (h.token.per_second for h in report.helps), reverse=True
     )
