@@ -48,8 +48,9 @@ import numpy
 from pagestone import open_container
 container = open_container(sys.argv[1])
 layer = container.layers[0]
-x = (numpy.random.default_rng(1).standard_normal((1, layer.header.shape.hidden)) * 100).astype(numpy.float16)
-inner = x[:, : layer.header.shape.intermediate].copy()
+header = layer.header if hasattr(layer, "header") else layer.file  # older states called it so
+x = (numpy.random.default_rng(1).standard_normal((1, header.shape.hidden)) * 100).astype(numpy.float16)
+inner = x[:, : header.shape.intermediate].copy()
 experts = [layer.expert(number) for number in range(len(layer))]
 def turn():
     for expert in experts:
