@@ -210,7 +210,13 @@ class Running:
         str | None,
         typer.Option(help="Memory for experts alone, such as 2GiB. Default: half of what is free, at most all."),
     ] = None
-    io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct"
+    io: Annotated[
+        str,
+        typer.Option(
+            help="How experts and dense tensors are read: direct, mmap (as they are, not compared with digests) or "
+            "resident."
+        ),
+    ] = "direct"
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that read ahead in direct mode.")] = 2
     experts: Annotated[
         str,

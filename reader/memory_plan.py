@@ -282,7 +282,7 @@ def _choose(model: Footprint, needs: Needs, total: Any) -> tuple[int, int]:
 def _notes(needs: Needs, model: Footprint, context: int) -> tuple[str, ...]:
     notes = []
     if needs.io == "mmap":
-        notes.append("experts are mapped: the cap does not bind the page cache that they take")
+        notes.append("experts and dense tensors are mapped: the cap does not bind the page cache that they take")
     if model.positions is not None and context > model.positions:
         notes.append(f"the model was made for {model.positions:,} positions")
     return tuple(notes)

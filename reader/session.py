@@ -258,7 +258,9 @@ class Session(Closing):
     def open_store(self, io: str, budget: int | None = None, note: Note = ignore) -> tuple[ExpertStore, list[str]]:
         """A store of the container for this session's kind of experts, and notes for the user."""
         rows = self.loading.experts == NATIVE
-        return open_store(self.container, StoreOptions(io, budget, self.options.threads, beside=rows, note=note))
+        options = StoreOptions(io, budget, self.options.threads, beside=rows, note=note)
+        store, notes = open_store(self.container, options)
+        return store, [*notes, *([self._unchecked(rows)] if io == "mmap" else [])]
 
     def _load(self) -> Model:
         container, io = self.container, self.options.io
@@ -279,12 +281,20 @@ class Session(Closing):
     def _how(self, store: ExpertStore, room: int | None) -> str:
         """How experts are read and multiplied, in one line."""
         budgeted = "" if room is None else f", at most {size_text(room)} of experts in memory"
-        checked = " (not compared with their digests)" if store.mode == "mmap" else ""
         manifest = self.container.manifest
-        how = f"{manifest.codec} experts, {self._products(self.loading.experts)}, {store.mode}{checked}{budgeted}"
+        how = f"{manifest.codec} experts, {self._products(self.loading.experts)}, {store.mode}{budgeted}"
         if manifest.dense is None:
             return how
         return f"{how}; dense matrices in {manifest.dense.codec}, {self._products(self.loading.linears)}"
+
+    def _unchecked(self, rows: bool) -> str:
+        """What a mapped model uses as it lies in files, whatever became of them: all of it."""
+        sums = ["their row sums"] if rows and row_sum_bytes(self.container) else []
+        dense = [] if self.container.manifest.dense is None else ["encoded dense matrices"]
+        return (
+            f"{', '.join(['experts', *sums, *dense, 'dense tensors'])} and the embedding table are mapped, and not "
+            "compared with their digests: `pagestone verify` compares them"
+        )
 
     @staticmethod
     def _products(word: str | None) -> str:

@@ -3,8 +3,9 @@
 - `direct`: reads past the page cache (O_DIRECT) into a cache with a byte budget (`reader/cache.py`). Every record is
   compared with its recorded digest when it is read. Where a file system refuses O_DIRECT the mode is `buffered`: the
   same reads through the page cache, which is asked to forget them; `notes` says so.
-- `mmap`: views of the mapped files. Tables and lengths are checked at the first use, digests are not: what a file
-  becomes later shows in the views, and a file that is cut while mapped ends the process (SIGBUS).
+- `mmap`: views of the mapped files. Tables and lengths are checked at the first use, digests are not, of experts no
+  more than of row sums, dense tensors, encoded matrices and the embedding table: what a file becomes later shows in
+  the views, and a file that is cut while mapped ends the process (SIGBUS).
 - `resident`: every record read into memory and checked before the first step.
 
 Judges have one more (`open_anew`): every record is read each time it is leased, by plain reads through the page cache,

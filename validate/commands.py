@@ -187,7 +187,9 @@ def _compare(
     scratch: Annotated[
         Path | None, typer.Option(help="With --memory: the folder where the source's logits wait.", parser=named)
     ] = None,
-    io: Annotated[str, typer.Option(help="How experts are read: direct, mmap or resident.")] = "direct",
+    io: Annotated[
+        str, typer.Option(help="How experts are read: direct, mmap (not compared with digests) or resident.")
+    ] = "direct",
     experts: Annotated[str, typer.Option(help=EXPERTS_HELP)] = "auto",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a tokenizer, if the source has none.", parser=named)

@@ -17,12 +17,13 @@ import pytest
 from kits.inference import TINY, Workshop, calm, command, model
 
 from pagestone.formats import native
-from pagestone.formats.errors import RequestError
+from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.text import size_text
 from pagestone.reader.budget import all_records, default_budget, parse_size, row_sum_bytes
 from pagestone.reader.chat import Conversation, Turn, converse
 from pagestone.reader.container import open_container
 from pagestone.reader.sampling import Sampler, Sampling
+from pagestone.reader.session import Session, SessionOptions
 from pagestone.reader.text import end_tokens, open_tokenizer
 
 torch: Any
@@ -179,6 +180,37 @@ def test_damage_is_no_answer(workshop: Workshop, tmp_path: Path, capsys: pytest.
     assert command("run", root, "--prompt", FRANCE) == 1
     out, err = capsys.readouterr()
     assert out == "" and "layers-00.safetensors: expert " in err and "E1201" in err
+
+
+@pytest.mark.parametrize(
+    ("codec", "dense", "parts"),
+    [
+        ("int8", None, "experts, their row sums, dense tensors and the embedding table"),
+        ("q4", "int8", "experts, encoded dense matrices, dense tensors and the embedding table"),
+    ],
+)
+def test_what_is_mapped_is_not_compared_and_it_is_said(
+    workshop: Workshop, tmp_path: Path, codec: str, dense: str | None, parts: str
+) -> None:
+    """A dense file that was damaged is used under mmap, and a note says so of all that is mapped; else it is E1205."""
+    root = tmp_path / "container"
+    workshop.copy(codec, root, dense=dense or "keep")
+    file = next(root.glob("dense-*" if dense is None else "matrices-*"))
+    with file.open("r+b") as handle:
+        handle.seek(-5000, 2)
+        byte = handle.read(1)
+        handle.seek(-5000, 2)
+        handle.write(bytes([byte[0] ^ 1]))
+    notes: list[str] = []
+    with Session(root, SessionOptions("mmap"), notes.append) as session:
+        assert session.model.forward([1, 2, 3])
+    assert [n for n in notes if "not compared" in n] == [
+        f"{parts} are mapped, and not compared with their digests: `pagestone verify` compares them"
+    ]
+    notes.clear()
+    with Session(root, SessionOptions(), notes.append) as session, pytest.raises(DataError, match="E1205"):
+        _ = session.model
+    assert not any("not compared" in n for n in notes)
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
