@@ -31,8 +31,11 @@ def parse_size(text: str, option: str = "--budget") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     nbytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0  # infinite for hundreds of digits
     if not 1 <= nbytes < MOST_BYTES:
-        raise RequestError(f"a size such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
-                           code="E1241", remedy=f"give {option} so")  # fmt: skip
+        raise RequestError(
+            f"{option}: a size above 0 such as 2GiB, 512MB or 1048576 expected, found {clipped(text, 40)!r}",
+            code="E1241",
+            remedy=f"write {option} 4GiB, for example, or bytes in digits ({option} {4 << 30})",
+        )
     return int(nbytes)
 
 

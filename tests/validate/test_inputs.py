@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pagestone.formats.errors import RequestError
@@ -61,8 +63,12 @@ def test_ids(tmp_path):
 def test_sizes_that_are_none(text):
     """No size, or one that no memory has: E1241, in a line of its own length."""
     with pytest.raises(RequestError, match="E1241") as error:
-        parse_size(text)
+        parse_size(text, "--memory")
     assert len(str(error.value)) < 250
+    remedy = error.value.remedy
+    assert remedy is not None and str(error.value).startswith("--memory: a size above 0")
+    for example in re.findall(r"--memory (\w+)", remedy):
+        assert parse_size(example) == 4 << 30, "what is named as an example is taken"
 
 
 def test_sizes():
