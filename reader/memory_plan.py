@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pagestone.formats.errors import RequestError
@@ -26,6 +27,7 @@ from pagestone.reader.files import MachineErrors
 from pagestone.reader.footprint import COMPUTED, ESTIMATED, MEASURED, Footprint, footprint
 from pagestone.reader.memory import process_memory
 from pagestone.reader.model import NATIVE, Loading
+from pagestone.reader.text import TOKENIZER_FILES
 
 CONTEXT = 8192
 """Tokens of the context unless more is asked for: the published 262,144 would take gigabytes."""
@@ -49,6 +51,8 @@ SLACK = 1 / 64
 """What allocators keep and tables of pages take, of everything else."""
 TOKENIZER = 14
 """Bytes in memory for every byte of a tokenizer.json."""
+LOADING = 22
+"""The same at most while it is loaded; a vocabulary of 248,320 took 17."""
 PROCESS, VOCABULARY, DENSE, TABLE_ROWS, DECODED, ROWS, STATE, WORKING, PRODUCTS, TRANSIENTS, EXPERTS = (
     "interpreter and libraries", "tokenizer", "dense tensors", "rows of embeddings", "a dense matrix decoded",
     "row sums of experts", "state for the context", "working space of a prompt", "experts being decoded",
@@ -168,12 +172,23 @@ def libraries_line() -> Line:
     return Line(PROCESS, LIBRARIES + GROWTH, ESTIMATED, "libraries are not loaded here")
 
 
-def tokenizer_line(container: Container) -> Line | None:
-    """What the container's tokenizer will take; None if it has none."""
-    files = [container.path / name for name in ("tokenizer.json", "tokenizer.model")]
-    with MachineErrors(container.path, "looking for its tokenizer"):
-        sizes = [file.stat().st_size for file in files if file.is_file()]  # of a checkpoint that is run too
-    return Line(VOCABULARY, TOKENIZER * max(sizes), ESTIMATED, "by the size of its file") if sizes else None
+def tokenizer_line(root: Path, each: int = LOADING) -> Line | None:
+    """What the tokenizer in a directory will take, by default at most, while it is loaded; None if there is none.
+
+    `each` is bytes in memory for every byte of its file.
+    """
+    with MachineErrors(root, "looking for its tokenizer"):
+        sizes = [file.stat().st_size for name in TOKENIZER_FILES if (file := root / name).is_file()]
+    return Line(VOCABULARY, each * max(sizes), ESTIMATED, "by the size of its file") if sizes else None
+
+
+def loading_bytes(root: Path, process: int) -> int:
+    """Bytes that a process of `process` bytes takes while the tokenizer in a directory is loaded; 0 if there is none.
+
+    A tokenizer is loaded before all the rest, for which there is room again then: it is no line of a plan.
+    """
+    line = tokenizer_line(root)
+    return 0 if line is None else process + line.nbytes
 
 
 def dense_lines(container: Container, model: Footprint, how: Loading, io: str) -> list[Line]:
@@ -211,11 +226,13 @@ def plan_memory(
     model: Footprint | None = None,
     process: Sequence[Line] | None = None,
     extra: Sequence[Line] = (),
+    loading: int = 0,
 ) -> MemoryPlan:
     """The plan of a container under a cap; `RequestError` (E1271, E1272) with its numbers if nothing fits.
 
     `model` is what a host says of the model, None for what config.json says. `process` are the lines of the process
-    itself, None for what is measured or estimated; `extra` are lines of the caller's.
+    itself, None for what is measured or estimated; `extra` are lines of the caller's. `loading` is what all takes
+    while the tokenizer is loaded, before the rest is there (`loading_bytes`): no cap may be smaller.
     """
     model = footprint(container.path) if model is None else model
     begin = list(process) if process is not None else _process(container)
@@ -239,9 +256,9 @@ def plan_memory(
     context, lowest = _choose(model, needs, total)
     chosen = lines(context)
     left = needs.cap - sum(line.nbytes for line in chosen)
-    smallest = total(lowest)
-    if left < least:
-        raise _refusal(needs, context, chosen, least, smallest)
+    smallest = max(total(lowest), loading)
+    if left < least or needs.cap < loading:
+        raise _refusal(needs, context, chosen, least, smallest, loading)
     cache = min(left, every) if needs.io == "direct" else least
     return MemoryPlan(
         needs.cap, context, tuple(chosen), cache, smallest, every, needs.io, _notes(needs, model, context)
@@ -249,7 +266,7 @@ def plan_memory(
 
 
 def _process(container: Container) -> list[Line]:
-    tokenizer = tokenizer_line(container)
+    tokenizer = tokenizer_line(container.path)
     return [process_line(), *([] if tokenizer is None else [tokenizer])]
 
 
@@ -288,13 +305,16 @@ def _notes(needs: Needs, model: Footprint, context: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _refusal(needs: Needs, context: int, lines: Sequence[Line], least: int, smallest: int) -> RequestError:
+def _refusal(
+    needs: Needs, context: int, lines: Sequence[Line], least: int, smallest: int, loading: int
+) -> RequestError:
     parts = ", ".join(f"{line.name} {size_text(line.nbytes)}" for line in lines)
     asked = "" if needs.context is None else f" for a context of {context:,} tokens"
+    moment = f"; {size_text(loading)} while the tokenizer is loaded" if loading == smallest else ""
     what = "all experts" if needs.io == "resident" else "one expert"
     fewer = " or a smaller --context" if needs.context is not None and needs.context > LEAST_CONTEXT else ""
     return RequestError(
-        f"--memory of at least {smallest:,} bytes expected{asked} ({parts}, {what} {size_text(least)}), "
+        f"--memory of at least {smallest:,} bytes expected{asked} ({parts}, {what} {size_text(least)}{moment}), "
         f"found {needs.cap:,}",
         code="E1271",
         remedy=f"give --memory {-(-smallest // (1 << 20))}MiB or more{fewer}",

@@ -31,10 +31,13 @@ from pagestone.reader.footprint import MEASURED, Footprint
 from pagestone.reader.memory import available_memory, process_memory
 from pagestone.reader.memory_plan import (
     CONTEXT,
+    LOADING,
+    TOKENIZER,
     VOCABULARY,
     Line,
     MemoryPlan,
     Needs,
+    loading_bytes,
     plan_memory,
     process_line,
     settle_allocator,
@@ -130,7 +133,7 @@ class Session(Closing):
         self.options = SessionOptions() if options is None else options
         self.note = note
         self._model: Model | None = None
-        self._vocabulary_bytes = 0
+        self._vocabulary_bytes = self._loading_bytes = 0
         self._footprints: dict[int, Footprint | None] = {}
         _check(self.options)
         self._host = hosts.get(self.options.host)
@@ -158,9 +161,7 @@ class Session(Closing):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The container's tokenizer, or the one the options name. Raises as `open_tokenizer`."""
-        if self.options.memory is not None:
-            settle_allocator()
-            _ = self._footprint(CONTEXT)  # libraries are not the tokenizer's
+        self.require_loading(self.options.tokenizer or self.path)
         before = process_memory() if self.options.memory is not None else None
         opened = open_tokenizer(self.path, self.options.tokenizer, self.options.variables)
         if before is not None:
@@ -168,6 +169,22 @@ class Session(Closing):
             after = process_memory()
             self._vocabulary_bytes = 0 if after is None else max(0, after.now - before.now)
         return opened
+
+    def require_loading(self, place: Path) -> None:
+        """Refuse (`RequestError`, E1271) `options.memory` below what loading the tokenizer in `place` takes.
+
+        That is more than it takes once it is there. Does nothing without the option.
+        """
+        if self.options.memory is None:
+            return
+        settle_allocator()
+        _ = self._footprint(CONTEXT)  # libraries are not the tokenizer's
+        held = process_memory()
+        if held is None or self._model is not None:  # beside a model its line has room for it
+            return
+        self._loading_bytes = loading_bytes(place, held.now)
+        if self._loading_bytes > self.options.memory:
+            self.plan_for()
 
     @cached_property
     def plan(self) -> MemoryPlan | None:
@@ -189,7 +206,8 @@ class Session(Closing):
         cap = available_memory() if options.memory is None else options.memory
         needs = Needs(MOST_BYTES if cap is None else cap, options.context, io or options.io, prompt, logits)
         model = self._footprint(max(CONTEXT, needs.context or 0, prompt or 0))
-        plan = plan_memory(self.container, self.loading, needs, model=model, process=self._process(), extra=extra)
+        plan = plan_memory(self.container, self.loading, needs, model=model, process=self._process(), extra=extra,
+                           loading=self._loading_bytes)  # fmt: skip
         held = process_memory()
         free = None if cap is None or held is None else available_memory()
         if held is None or free is None or free + held.now >= plan.cap:
@@ -207,7 +225,10 @@ class Session(Closing):
         """What the process takes, its tokenizer apart: measured if it is there already."""
         if "tokenizer" in self.__dict__ and self._vocabulary_bytes:
             return [process_line(self._vocabulary_bytes), Line(VOCABULARY, self._vocabulary_bytes, MEASURED)]
-        tokenizer = None if "tokenizer" in self.__dict__ else tokenizer_line(self.container)
+        if "tokenizer" in self.__dict__:
+            return [process_line()]
+        each = TOKENIZER if self._loading_bytes else LOADING  # which may be when all the rest is there
+        tokenizer = tokenizer_line(self.options.tokenizer or self.path, each)
         return [process_line(), *([] if tokenizer is None else [tokenizer])]
 
     @property

@@ -341,7 +341,7 @@ def _encodings(container: Container) -> list[Codec]:
 def _plan(examined: Examined, container: Container, cap: int) -> MemoryPlan:
     lines = [examined.libraries, *([] if (tokenizer := examined.tokenizer) is None else [tokenizer])]
     how = Loading(experts_for(container.manifest.codec, AUTO))
-    return plan_memory(container, how, Needs(cap), model=examined.footprint, process=lines)
+    return plan_memory(container, how, Needs(cap), model=examined.footprint, process=lines, loading=examined.loading)
 
 
 # -- what is to come --------------------------------------------------------------------------------------------------

@@ -34,9 +34,17 @@ from pagestone.reader.dense import dense_entries, encoded_matrices
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.footprint import Footprint, Sizes, footprint
 from pagestone.reader.made import MadeContainer
-from pagestone.reader.memory_plan import CONTEXT, TOKENIZER, VOCABULARY, Line, libraries_line, process_line
+from pagestone.reader.memory_plan import (
+    CONTEXT,
+    GROWTH,
+    TOKENIZER,
+    Line,
+    libraries_line,
+    loading_bytes,
+    process_line,
+    tokenizer_line,
+)
 from pagestone.reader.model import AUTO, Loading, experts_for
-from pagestone.reader.text import TOKENIZER_FILES
 from pagestone.validate.findings import ERROR, UNREAD, WARNING
 from pagestone.validate.forecast import Work
 
@@ -138,8 +146,12 @@ class Examined:
     @property
     def tokenizer(self) -> Line | None:
         """What the tokenizer among the files will take; None without one."""
-        sizes = [p.stat().st_size for name in TOKENIZER_FILES if (p := self.path / name).is_file()]
-        return Line(VOCABULARY, TOKENIZER * max(sizes), "estimated", "by the size of its file") if sizes else None
+        return tokenizer_line(self.path, TOKENIZER)
+
+    @property
+    def loading(self) -> int:
+        """Bytes of everything while the tokenizer is loaded; 0 without one."""
+        return loading_bytes(self.path, self.libraries.nbytes - GROWTH)
 
     def files(self) -> list[Path]:
         """The files that experts are read from; where those are not known, whatever tensors there are."""

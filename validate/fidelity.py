@@ -193,7 +193,8 @@ def _options(request: FidelityRequest) -> SessionOptions:
 def _work(request: FidelityRequest, session: Session) -> _Work:
     """Everything that can be refused before a model is loaded."""
     questions = None if request.questions is None else read_questions(request.questions, request.limit)
-    tokens = open_tokenizer(request.source, request.tokenizer)
+    session.require_loading(request.tokenizer or request.source)
+    session.tokenizer = tokens = open_tokenizer(request.source, request.tokenizer)  # no plan counts another
     ids = None if request.text is None else _text_ids(request, tokens)
     asked = [tokens.chat([{"role": "user", "content": q}]) for q, _ in questions or []]
     for some in [*([] if ids is None else [ids]), *asked]:
@@ -213,6 +214,7 @@ def _listen(
     )
     progress("the source, encoded as it is read")
     with Session(request.source, options, progress, opener=lambda path: open_virtual(Path(path))) as session:
+        session.tokenizer = work.tokens
         model = planned_model(session, work.rows(request.window))
         try:
             heard.listen(model, pieces)

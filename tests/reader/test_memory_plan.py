@@ -28,6 +28,7 @@ from pagestone.reader.hosts import transformers as host
 from pagestone.reader.memory import process_memory
 from pagestone.reader.memory_plan import (
     DENSE,
+    LOADING,
     PROCESS,
     ROWS,
     STATE,
@@ -304,20 +305,90 @@ for place in map(Path, sys.argv[1:]):
     trim()
     before = process_memory().now
     opened = open_tokenizer(place)
+    peak = process_memory().peak
     trim()
-    print(process_memory().now - before)
+    print(process_memory().now - before, peak - before)
 """
 
 
-def test_tokenizers_take_what_their_files_tell(tmp_path: Path, directory: Path) -> None:
-    """Of a vocabulary of 248,320, less than is said and more than a third; measured in a process of its own."""
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of 248,320 tokens."""
+    root = tmp_path_factory.mktemp("vocabulary")
     for name, make in byte_pairs.files(248_320).items():
-        made = make()
-        (tmp_path / name).write_bytes(made if isinstance(made, bytes) else made.encode())
-    out = run_python(TOKENIZERS, directory, tmp_path)
-    taken = int(out.split()[-1])
-    said = TOKENIZER * (tmp_path / "tokenizer.json").stat().st_size
-    assert said / 3 < taken < said
+        (root / name).write_bytes(make())
+    return root
+
+
+def test_tokenizers_take_what_their_files_tell(vocabulary: Path, directory: Path) -> None:
+    """Of a vocabulary of 248,320, less than is said and more than a third, once it is there and while it is loaded;
+    measured in a process of its own."""
+    taken, peak = map(int, run_python(TOKENIZERS, directory, vocabulary).split()[-2:])
+    size = (vocabulary / "tokenizer.json").stat().st_size
+    assert TOKENIZER * size / 3 < taken < TOKENIZER * size
+    assert LOADING * size / 2 < peak < LOADING * size
+    assert peak > TOKENIZER * size, "loading needs no figure of its own any more"
+
+
+LOADS = """
+import json, sys
+from pathlib import Path
+from pagestone.formats.errors import RequestError
+from pagestone.reader.memory import process_memory
+from pagestone.reader.session import Session, SessionOptions
+options = SessionOptions(memory=int(sys.argv[3]), context=64, threads=1, tokenizer=Path(sys.argv[2]))
+said = ""
+with Session(sys.argv[1], options) as session:
+    try:
+        session.tokenizer
+        session.model.forward([1, 2, 3])
+        assert session.plan.smallest <= options.memory
+    except RequestError as error:
+        said = str(error)
+print(json.dumps([said, process_memory().peak]))
+"""
+
+
+def test_no_cap_is_broken_while_a_tokenizer_is_loaded(vocabulary: Path, workshop: Workshop) -> None:
+    """What does not fit is refused before it is loaded, with a cap that does: below that the process stays."""
+    container = workshop.container("int8")
+
+    def loads(cap: int) -> tuple[str, int]:
+        said, peak = json.loads(run_python(LOADS, container, vocabulary, cap).splitlines()[-1])
+        return said, peak
+
+    size = (vocabulary / "tokenizer.json").stat().st_size
+    said, peak = loads(MIB)
+    assert "E1271" in said and "while the tokenizer is loaded" in said
+    smallest = int(said.split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    assert peak < smallest - LOADING * size + 64 * MIB, "it was loaded before it was refused"
+    said, peak = loads(smallest + 8 * MIB)  # as processes differ
+    assert said == "" and peak <= smallest + 8 * MIB
+
+
+def test_a_tokenizer_that_comes_last_has_room(directory: Path, tmp_path: Path) -> None:
+    """A plan made before the tokenizer is there, as by programs, counts what loading takes, of the one given."""
+    (tmp_path / "tokenizer.json").write_bytes(b" " * MIB)
+    for given, size in ((None, (directory / "tokenizer.json").stat().st_size), (tmp_path, MIB)):
+        with Session(directory, SessionOptions(memory=8 << 30, tokenizer=given)) as opened:
+            plan = opened.plan
+            assert plan is not None and plan.line("tokenizer") == LOADING * size
+            opened.require_loading(tmp_path)
+            assert opened.plan_for().line("tokenizer") == TOKENIZER * size
+
+
+def test_what_loading_takes_is_the_least_of_caps(container: Container) -> None:
+    """A phase before all others: no line, no byte less for experts, but no smaller cap; and other directories'."""
+    base = planned(container, 400 * MIB, context=600)
+    many = plan_memory(container, Loading(), Needs(400 * MIB, 600), model=SMALL, process=SELF, loading=400 * MIB)
+    assert (many.lines, many.cache_bytes, many.smallest) == (base.lines, base.cache_bytes, 400 * MIB)
+    with pytest.raises(RequestError, match=r"419,430,401 bytes expected.*; 400.00 MiB while the tokenizer is loaded"):
+        plan_memory(container, Loading(), Needs(400 * MIB, 600), model=SMALL, process=SELF, loading=(400 * MIB) + 1)
+    few = plan_memory(container, Loading(), Needs(400 * MIB, 600), model=SMALL, process=SELF, loading=MIB)
+    assert few.smallest == base.smallest
+    file = container.path / "tokenizer.json"
+    assert memory_plan.loading_bytes(container.path, 7) == 7 + LOADING * file.stat().st_size
+    assert memory_plan.loading_bytes(container.path / "none", 7) == 0
 
 
 LENGTHS = """

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kits.inference import TINY, Workshop, calm, command
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import RequestError
+from pagestone.reader import session
 from pagestone.reader.memory_plan import MemoryPlan
 from pagestone.reader.model import PRODUCTS, REFERENCE
 from pagestone.reader.session import Session
@@ -208,9 +210,9 @@ def test_the_container_is_planned_before_the_source_runs(
     monkeypatch.setattr(fidelity, "_listen", None)
     real, asked = fidelity.planned, []
 
-    def refusing(session: Session, rows: int) -> MemoryPlan:
-        asked.append((session.path, rows, session.options.context))
-        real(session, rows)
+    def refusing(opened: Session, rows: int) -> MemoryPlan:
+        asked.append((opened.path, rows, opened.options.context))
+        real(opened, rows)
         raise RequestError("no room", code="E1271")
 
     monkeypatch.setattr(fidelity, "planned", refusing)
@@ -221,6 +223,21 @@ def test_the_container_is_planned_before_the_source_runs(
     with pytest.raises(RequestError, match="E1271"):
         fidelity.compare(request)
     assert asked == [(directory, 32, 32)]
+
+
+def test_the_tokenizer_is_counted_once_and_fits(workshop: Workshop, tmp_path: Path, monkeypatch: Any) -> None:
+    """It is refused before it is loaded where the cap has no room for that; afterwards the process has it."""
+    request = fidelity.FidelityRequest(
+        workshop.container("int8"), TINY, text=TEXT, tokens=64, window=32, memory=6 << 30, scratch=tmp_path
+    )
+    said: list[str] = []
+    fidelity.compare(request, said.append)
+    plans = [text for text in said if text.startswith("memory: ")]
+    assert len(plans) == 2 and not any("\n  tokenizer" in text for text in plans)
+    monkeypatch.setattr(fidelity, "open_tokenizer", None)
+    monkeypatch.setattr(session, "loading_bytes", lambda place, process: (6 << 30) + (place == TINY))
+    with pytest.raises(RequestError, match=r"at least 6,442,450,945 bytes .*while the tokenizer is loaded.*E1271"):
+        fidelity.compare(request)
 
 
 def test_no_room_for_logits(
