@@ -25,7 +25,7 @@ from pagestone.formats.layout import CODES, align_up
 from pagestone.formats.manifest import Manifest
 from pagestone.formats.safetensors_header import TensorEntry, read_header
 from pagestone.reader.container import TORCH_NAMES, Container, Matrix, View
-from pagestone.reader.files import ANEW, RESTORE, DirectFile, MachineErrors, advise, map_file, private_buffer
+from pagestone.reader.files import ANEW, RESTORE, DirectFile, MachineErrors, map_file, private_buffer
 from pagestone.reader.made import MODE, MadeContainer
 from pagestone.reader.rows import FileRows, MadeRows, RowDigests, RowTable
 
@@ -289,7 +289,6 @@ def _read_records(path: Path, wanted: list[PlacedMatrix], dense: DenseTensors) -
             while offset < placed.offset and read(spare[: placed.offset - offset]):
                 pass
             memory = private_buffer(placed.record.nbytes)
-            advise(memory, "MADV_HUGEPAGE")  # a product walks through all of it: 5 to 15 % of its time
             records[placed.matrix.name] = np.frombuffer(memory, np.uint8)
             whole = memoryview(memory)
             for at in range(0, len(whole), READ_AT_ONCE):

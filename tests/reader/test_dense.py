@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kits.inference import Workshop, flip
+from kits.maps import mapping_of
 
 from pagestone.formats.errors import DataError
 from pagestone.reader import dense as dense_module
@@ -98,20 +99,8 @@ def test_records_are_in_private_memory_of_huge_pages(workshop: Workshop) -> None
     """Anonymous memory that is marked for huge pages, where the kernel says how memory is marked."""
     container = open_container(workshop.container("int8", dense="int8"))
     matrix = loaded(container).matrices["lm_head"]
-    smaps, address, inside = Path("/proc/self/smaps"), matrix.codes.array.ctypes.data, False
-    if not smaps.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("no table of maps, or no huge pages")
-    flags: list[str] = []
-    for line in smaps.read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            first, end = (int(word, 16) for word in words[0].split("-"))
-            inside = first <= address < end
-            if inside:
-                assert words[1][3] == "p" and words[4] == "0", line  # private, of no file
-        elif inside and words[0] == "VmFlags:":
-            flags = words
-    assert "hg" in flags
+    found = mapping_of(matrix.codes.array)
+    assert found.private and found.file == "0" and "hg" in found.flags
 
 
 def test_tables_are_not_loaded(workshop: Workshop, tmp_path: Path) -> None:

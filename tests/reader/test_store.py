@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kits.inference import Workshop, command, flip
+from kits.maps import mapping_of
 
 from pagestone.formats import encodings
 from pagestone.formats.errors import DataError, MachineError, RequestError
@@ -774,3 +775,13 @@ def test_row_sums_are_compared_with_their_digest(damaged: Path) -> None:
     path.unlink()
     with pytest.raises((DataError, MachineError), match=name):
         open_store(container, options(container, "direct", None))
+
+
+@pytest.mark.parametrize("io", ["direct", "resident", "anew"])
+def test_records_are_in_private_memory_of_huge_pages(workshop: Workshop, io: str) -> None:
+    """Whatever reads them, records lie in anonymous memory that is marked for huge pages: products gain a tenth."""
+    container = open_container(workshop.container("int8"))
+    store = open_anew(container) if io == "anew" else open_store(container, StoreOptions(io))[0]
+    with store, store.step(0, [3]) as step, step.lease(3) as lease:
+        found = mapping_of(lease.expert.record)
+        assert found.private and found.file == "0" and "hg" in found.flags
