@@ -167,8 +167,11 @@ def read_manifest(path: AnyPlace) -> Manifest:
     return manifest
 
 
-def no_container(root: Path) -> RequestError:
-    """Why the directory `root`, which has no manifest, cannot be opened, and what to do about it."""
+def no_container(root: Path, *, checkpoints: bool = False) -> RequestError:
+    """Why the directory `root`, which has no manifest, cannot be opened, and what to do about it.
+
+    `checkpoints`: whether a checkpoint would do as well.
+    """
     if os.path.lexists(root / PARTIAL / MANIFEST):
         return RequestError(
             "a container expected, found one whose publication was cut short: all of it is here, but not in its place",
@@ -181,13 +184,15 @@ def no_container(root: Path) -> RequestError:
         found = "an unfinished conversion"
     else:
         found = "none" if root.is_dir() else "a file" if root.exists() else "no such directory"
+    remedy = "give the directory that a prepare command made"
+    if checkpoints:
+        remedy += ", or one that holds config.json and .safetensors files"
     return RequestError(
-        f"a container with {MANIFEST} expected, found {found}",
+        f"a container with {MANIFEST}{', or a checkpoint with config.json,' if checkpoints else ''} expected, "
+        f"found {found}",
         code="E0331",
         file=root,
-        remedy="run the prepare command again to finish it"
-        if unfinished
-        else "give the directory that a prepare command made",
+        remedy="run the prepare command again to finish it" if unfinished else remedy,
     )
 
 

@@ -25,9 +25,10 @@ from pagestone.convert.reading import ExpertReader, SourceFiles
 from pagestone.convert.unchanged import FACTS
 from pagestone.formats import encodings
 from pagestone.formats.dense_matrices import DenseMatrix, PlacedMatrix
+from pagestone.formats.directories import directory
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
-from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest
+from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest, no_container
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.storage import PIECE, AnyPlace
 from pagestone.reader.container import Beside, Container, Layer, View, open_to_run
@@ -197,12 +198,19 @@ def _another(what: str, file: Path) -> RequestError:
     return RequestError(f"the source would give {what}", code="E1306", file=file, remedy=remedy)
 
 
+def neither(path: Path) -> RequestError:
+    """Why `path` is no container and no checkpoint. Raises `RequestError` for an address."""
+    return no_container(directory(path), checkpoints=True)
+
+
 def open_any(path: Path) -> Container:
     """`open_to_run` for a container, `open_virtual` for a checkpoint.
 
     What holds a manifest, or an unfinished conversion, is a container or nothing.
     """
     ours = (path / MANIFEST).exists() or (path / PARTIAL).exists()
-    if ours or not (path / CONFIG).is_file():
+    if ours:
         return open_to_run(path)
+    if not (path / CONFIG).is_file():
+        raise neither(path)
     return open_virtual(path)

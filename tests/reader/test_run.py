@@ -165,8 +165,10 @@ def test_requests(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         assert command("run", directory, *(["--prompt", "x"] if "--prompt" not in words else []), *words) == 2, words
         err = capsys.readouterr().err
         assert code in err and "what to do" in err, (words, err)
-    assert command("run", tmp_path, "--prompt", "x") == 2
-    assert "E0331" in capsys.readouterr().err
+    for nothing in (tmp_path, tmp_path / "none"):
+        assert command("run", nothing, "--prompt", "x") == 2
+        err = capsys.readouterr().err
+        assert "E0331" in err and "or a checkpoint with config.json" in err and ".safetensors" in err
 
 
 def test_damage_is_no_answer(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
