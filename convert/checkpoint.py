@@ -7,6 +7,7 @@ Everything is checked before work starts: each shard must be exactly as long as 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pagestone.convert.errors import machine_errors
 from pagestone.convert.side_files import CODE, OUTSIDE, SideFile, is_document, is_plain, list_side_files
 from pagestone.formats import directories
 from pagestone.formats.digests import Hasher, digest
-from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.errors import DataError, PagestoneError, RequestError
 from pagestone.formats.manifest import EXPERTS_TABLE, MANIFEST, RECORDS, TEMPLATES, read_manifest
 from pagestone.formats.safetensors_header import TensorEntry, parse_header, read_text
 from pagestone.formats.storage import AnyPlace, Kind, Place, Stamp, place_of
@@ -114,8 +115,8 @@ def _require_file(root: Place, name: str, why: str) -> Place:
     return path
 
 
-def _named_shards(root: Place, index: Place | None, warnings: list[str]) -> tuple[dict[str, str], list[str]]:
-    """(which tensor the index places in which file, the files in order of names); every file is there."""
+def _named_shards(root: Place, index: Place | None, warnings: list[str]) -> tuple[dict[str, str], list[str], str]:
+    """(which tensor the index places in which file, the files in order of names, why each must be there)."""
     if index is None:
         shards, weight_map, why = directory.shards_without_index(root, INDEX), {}, "expected to hold the weights"
     else:
@@ -135,9 +136,28 @@ def _named_shards(root: Place, index: Place | None, warnings: list[str]) -> tupl
         announced = directory.announced_parts(shards)
         warnings += [f"{index.name}: {announced}"] if announced else []
         why = f"named by {index.name} ({len(missing)} of {len(shards)} shards are missing)"
+    return weight_map, shards, why
+
+
+def shard_problems(source: AnyPlace) -> Iterator[PagestoneError]:
+    """What is wrong with each shard for itself: missing, short, damaged. `open_checkpoint` raises the first alone.
+
+    Raises what that does for an index that cannot be used.
+    """
+    root = place_of(source, once=True)
+    _, shards, why = _named_shards(root, _find_index(root), [])
     for shard in shards:
-        _require_file(root, shard, why)
-    return weight_map, shards
+        try:
+            _read_shard(root, shard, why)
+        except PagestoneError as error:
+            yield error
+
+
+def _read_shard(root: Place, shard: str, why: str) -> None:
+    path = _require_file(root, shard, why)
+    with machine_errors(path, READING):
+        text, size = read_text(path)
+    parse_header(text, size, path)
 
 
 def _require_config(root: Place) -> None:
@@ -176,7 +196,9 @@ def open_checkpoint(source: AnyPlace, *, merge_unlisted: bool = False) -> Checkp
     index = _find_index(root)
     if index is not None and index.is_file():  # else `_named_shards` says what is wrong
         stamps[index.name] = _stamp(index)
-    weight_map, shards = _named_shards(root, index, warnings)
+    weight_map, shards, why = _named_shards(root, index, warnings)
+    for shard in shards:
+        _require_file(root, shard, why)
     named = {CONFIG} if index is None else {CONFIG, index.name}
     directory.refuse_unfinished(root, shards, named)
     unlisted: list[str] = []

@@ -433,23 +433,25 @@ def _open(root: Path) -> Container:
     with MachineErrors(root / MANIFEST, "reading"):
         manifest = read_manifest(root / MANIFEST)
     encodings.get(manifest.codec, manifest.parameters)
-    for name, entry in manifest.files.items():
-        file = root / name
-        if not file.is_file():
-            raise DataError(
-                "a file of the container expected, found none",
-                code="E0332",
-                file=file,
-                remedy="restore it from a copy, or convert again",
-            )
-        if file.stat().st_size != entry.nbytes:
-            raise DataError(
-                f"{entry.nbytes} bytes expected, found {file.stat().st_size}",
-                code="E0333",
-                file=file,
-                remedy="restore it from a copy, or convert again",
-            )
+    for problem in file_problems(root, manifest).values():
+        raise problem
     return Container(root, manifest)
+
+
+def file_problems(root: Path, manifest: Manifest) -> dict[str, DataError]:
+    """Files of the container that are missing or of another length, in the manifest's order: what to raise for each."""
+    found: dict[str, DataError] = {}
+    for name, entry in manifest.files.items():
+        file, remedy = root / name, "restore it from a copy, or convert again"
+        if not file.is_file():
+            found[name] = DataError(
+                "a file of the container expected, found none", code="E0332", file=file, remedy=remedy
+            )
+        elif file.stat().st_size != entry.nbytes:
+            found[name] = DataError(
+                f"{entry.nbytes} bytes expected, found {file.stat().st_size}", code="E0333", file=file, remedy=remedy
+            )
+    return found
 
 
 DECIDES = re.compile(

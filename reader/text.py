@@ -6,7 +6,7 @@ Everything here comes from files that others wrote: whatever is wrong with one i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,19 @@ def _unusable(place: Path, error: BaseException) -> DataError | RequestError:
     )
 
 
+def tokenizer_problems(place: Path) -> Iterator[PagestoneError]:
+    """What is wrong with each file of the tokenizer in `place`, as far as it can be seen from it alone; no model's
+    libraries are needed, but with them more is seen."""
+    for path in (*(place / name for name in SIDE_TABLES if name != "config.json"), *sorted(place.glob("**/*.jinja"))):
+        try:
+            complaint = _complaint(path)
+        except PagestoneError as error:
+            yield error
+            continue
+        if complaint is not None:
+            yield _damaged(path, complaint)
+
+
 def _damaged(path: Path, complaint: str) -> DataError:
     return DataError(complaint, code="E1237", file=path, remedy=f"{RESTORE}, or {GIVE}")
 
@@ -265,8 +278,10 @@ def _complaint(path: Path) -> str | None:
 
 
 def _tokenizer_complaint(path: Path) -> str | None:
-    from tokenizers import Tokenizer as Backend
-
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError:  # nobody can run the model here, either
+        return None
     try:
         Backend.from_file(str(path)).encode("word")
     except (MemoryError, KeyboardInterrupt, SystemExit):

@@ -28,9 +28,11 @@ from pagestone.reader.container import Container
 from pagestone.reader.memory import available_memory, group_room
 from pagestone.reader.memory_plan import MemoryPlan, Needs, plan_memory
 from pagestone.reader.model import AUTO, NATIVE, Loading, experts_for
+from pagestone.reader.text import tokenizer_problems
 from pagestone.validate.examined import (
     CHECKPOINT,
     CONTAINER,
+    NEITHER,
     Diagnosis,
     Examined,
     Findings,
@@ -217,7 +219,7 @@ def diagnose(path: Path, memory: int | None = None) -> Report:
     examined = examine(path, findings)
     processor = _processor(examined, findings)
     report = Report(path, examined.kind, processor, _memory(memory, findings), findings)
-    _tokenizer(examined, findings)
+    findings.attempt(lambda: _tokenizer(examined, findings))
     container = examined.container
     report.disk = _disk(examined, RECORD if container is None else largest_record(container), findings)
     if container is None:
@@ -281,8 +283,16 @@ def _memory(asked: int | None, findings: Findings) -> Memory:
 
 
 def _tokenizer(examined: Examined, findings: Findings) -> None:
-    if examined.container is not None and examined.tokenizer is None:
+    """Whether there is one that can be used; of files that were told of, nothing more is said."""
+    if examined.kind == NEITHER:
+        return
+    if examined.tokenizer is None:
         findings.warn("E1230", "no tokenizer among the files", "run and chat need --tokenizer DIR")
+        return
+    told = " ".join(found.what for found in findings)
+    for error in tokenizer_problems(examined.path):
+        if error.file is None or error.file not in told:
+            findings.of(error)
 
 
 def _disk(examined: Examined, size: int, findings: Findings) -> DiskRate | None:

@@ -6,14 +6,14 @@ said of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pagestone.convert import families
-from pagestone.convert.checkpoint import CONFIG
+from pagestone.convert.checkpoint import CONFIG, shard_problems
 from pagestone.convert.family import depth_of
 from pagestone.convert.matrices import dense_codec, unfit
 from pagestone.convert.plan import Plan, Request, make_plan
@@ -29,8 +29,8 @@ from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.reader import hosts
 from pagestone.reader.budget import all_records
 from pagestone.reader.configs import read_config
-from pagestone.reader.container import Beside, Container, Layer, open_container, open_to_run
-from pagestone.reader.dense import dense_entries, encoded_matrices
+from pagestone.reader.container import Beside, Container, Layer, file_problems, open_to_run
+from pagestone.reader.dense import dense_entries, dense_files, encoded_matrices
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.footprint import Footprint, Sizes, footprint
 from pagestone.reader.made import MadeContainer
@@ -47,6 +47,7 @@ from pagestone.reader.memory_plan import (
 from pagestone.reader.model import AUTO, Loading, experts_for
 from pagestone.validate.findings import ERROR, UNREAD, WARNING
 from pagestone.validate.forecast import Work
+from pagestone.validate.virtual import neither
 
 T = TypeVar("T")
 CONTAINER, CHECKPOINT, NEITHER = "container", "checkpoint", "neither"
@@ -54,6 +55,8 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "
 """What configs call the experts of a layer that a token goes through."""
 USUAL = 8
 """The number of them where a config does not say."""
+MOST = 8
+"""Files that something is wrong with that are told of one by one."""
 CODES = ("F8_E4M3", "F8_E5M2")
 """Types of dense tensors that are decoded to twice their bytes when a model is loaded."""
 
@@ -87,6 +90,15 @@ class Findings(list[Diagnosis]):
         found = Diagnosis(severity, error.code, where + error.message, error.remedy or "", exit_code)
         if found not in self:
             self.append(found)
+
+    def each(self, errors: Sequence[PagestoneError]) -> None:
+        """The first `MOST` errors of many, then how many more there are."""
+        for error in errors[:MOST]:
+            self.of(error)
+        if len(errors) > MOST:
+            last = errors[MOST]
+            what = f"and {len(errors) - MOST} more file(s), the first of them {last.file}: {last.message}"
+            self.append(Diagnosis(ERROR, last.code, what, last.remedy or "", last.exit_code))
 
     def attempt(self, work: Callable[[], T]) -> T | None:
         """What `work` returns; None if it fails, which is a finding: what comes after it goes on."""
@@ -205,10 +217,11 @@ def examine(path: Path, findings: Findings) -> Examined:
     if (path / MANIFEST).exists() or (path / PARTIAL).exists():
         return Examined(path, CONTAINER, findings.attempt(lambda: open_to_run(path)) or _damaged(path, findings))
     if not (path / CONFIG).is_file():
-        findings.attempt(lambda: open_container(path))
+        findings.attempt(lambda: findings.of(neither(path)))
         return Examined(path, NEITHER)
     plan = findings.attempt(lambda: make_plan(Request(path, encodings.get("bf16"))))
     if plan is None:
+        findings.attempt(lambda: findings.each(list(shard_problems(path))))
         return Examined(path, CHECKPOINT)
     for warning in plan.warnings:
         findings.warn("W1345", warning, "nothing, if it is meant to be so")
@@ -217,17 +230,26 @@ def examine(path: Path, findings: Findings) -> Examined:
 
 
 def _damaged(path: Path, findings: Findings) -> Container | None:
-    """What there is of a container that cannot be opened: None if its tables do not say how large its parts are."""
+    """What there is of a container that cannot be opened: None if its tables do not say how large its parts are.
+
+    A file that is missing, or of another length, is told of once.
+    """
     try:
         container = Container(path, read_manifest(path / MANIFEST))
+        lost = file_problems(path, container.manifest)
     except (PagestoneError, OSError):  # told already
         return None
+    findings.each(list(lost.values()))
     before = len(findings)
     for layer in (*container.layers.values(), *container.mtp.values()):
-        findings.attempt(lambda layer=layer: layer.header)  # type: ignore[misc]
-    findings.attempt(lambda: dense_entries(container))
-    findings.attempt(lambda: encoded_matrices(container))
-    return container if len(findings) == before else None
+        if layer.entry.file not in lost:
+            findings.attempt(lambda layer=layer: layer.header)  # type: ignore[misc]
+    if lost.keys().isdisjoint(dense_files(container)):
+        findings.attempt(lambda: dense_entries(container))
+    if container.manifest.dense is None or lost.keys().isdisjoint(container.manifest.dense.files):
+        findings.attempt(lambda: encoded_matrices(container))
+    whole = not any(name.endswith(".safetensors") for name in lost)
+    return container if whole and len(findings) == before else None
 
 
 # -- as if ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kits.inference import TINY, Workshop, command
 
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import RequestError
+from pagestone.formats.manifest import read_manifest
 from pagestone.formats.storage import DirectFile
 from pagestone.reader import libraries
 from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
@@ -306,6 +307,64 @@ class TestGoesOn:
         assert report.exit_code == 1 and shard.name in report.findings[0].what and report.disk is not None
         assert_rest(report)
 
+    @pytest.mark.usefixtures("without_torch")
+    def test_a_checkpoint_with_many_faults(self, tmp_path: Path) -> None:
+        """Shards that are missing and one that is short, the tokenizer, the disk and memory: all is said at once."""
+        path = tmp_path / "c"
+        shutil.copytree(TINY, path)
+        shards = sorted(path.glob("*.safetensors"))
+        for gone in (shards[0], shards[4]):
+            gone.unlink()
+        shards[2].write_bytes(shards[2].read_bytes()[:-1])
+        (path / "tokenizer.json").write_text("{")
+        report = diagnose(path, 6 * GIB)
+        assert [(f.code, Path(f.what.partition(": ")[0]).name) for f in report.findings if f.severity == "error"] == [
+            ("E0403", shards[0].name), ("E0212", shards[2].name), ("E0403", shards[4].name), ("E1237", "tokenizer.json")
+        ]  # fmt: skip
+        assert report.exit_code == 1 and report.disk is not None and report.memory.cap == 6 * GIB
+        assert_rest(report)
+
+    def test_many_shards_are_missing(self, tmp_path: Path) -> None:
+        """The first of them one by one, and how many more: half a download has hundreds."""
+        shutil.copytree(TINY, tmp_path / "c", ignore=shutil.ignore_patterns("*.safetensors"))
+        table = {"weight_map": {f"t{n}": f"m-{n:02}.safetensors" for n in range(30)}}
+        (tmp_path / "c/model.safetensors.index.json").write_text(json.dumps(table))
+        report = diagnose(tmp_path / "c", 6 * GIB)
+        told = [f for f in report.findings if f.code == "E0403"]
+        assert len(told) == 9 and "m-07" in told[7].what and told[8].what.startswith("and 22 more")
+        assert "m-08" in told[8].what and told[8].remedy and told[8].exit_code == 1
+
+    @pytest.mark.parametrize("dense", ["keep", "q4"])
+    def test_a_file_that_is_missing_is_told_of_once(self, workshop: Workshop, tmp_path: Path, dense: str) -> None:
+        path = workshop.copy("int8", tmp_path / "c", dense)
+        for file in (*path.glob("matrices-*"), *path.glob("dense-*"), *path.glob("layers-01*"), path / "README.md"):
+            file.unlink()
+        report = diagnose(path, 6 * GIB)
+        lost = [f.what.partition(": ")[0] for f in report.findings]
+        assert codes(report) == ["E0332"] * len(lost) and len(set(lost)) == len(lost)
+        assert len(lost) == len(read_manifest(path / "manifest.json").files.keys() - {p.name for p in path.iterdir()})
+        assert report.plan is None and report.disk is not None
+        assert_rest(report)
+
+    def test_a_side_file_that_is_missing(self, workshop: Workshop, tmp_path: Path) -> None:
+        """Sizes are known all the same."""
+        path = workshop.copy("int8", tmp_path / "c")
+        (path / "README.md").unlink()
+        report = diagnose(path, 6 * GIB)
+        assert codes(report) == ["E0332"] and report.plan is not None and report.rows[0].token is not None
+
+    def test_a_tokenizer_that_is_broken(self, workshop: Workshop, tmp_path: Path) -> None:
+        """Of a checkpoint it is said, and all is foretold; of a container that its file was changed, and no more."""
+        path = tmp_path / "s"
+        shutil.copytree(TINY, path)
+        (path / "tokenizer_config.json").write_text('{"added_tokens_decoder": 3}')
+        report = diagnose(path, 6 * GIB)
+        assert codes(report) == ["E1237"] and report.exit_code == 1 and report.rows
+        assert "tokenizer_config.json" in report.findings[0].what
+        copy = workshop.copy("int8", tmp_path / "c")
+        (copy / "tokenizer.json").write_text("{")
+        assert codes(diagnose(copy, 6 * GIB))[-1:] == ["E0333"]
+
     def test_holes(self, tmp_path: Path) -> None:
         """A file with holes is on no disk; the others are measured."""
         path = tmp_path / "c"
@@ -350,6 +409,8 @@ class TestGoesOn:
         for path in (tmp_path / "nothing", tmp_path):
             report = diagnose(path, 6 * GIB)
             assert codes(report)[0] == "E0331" and report.exit_code == 2 and report.kind == "neither"
+            assert "or a checkpoint with config.json" in report.findings[0].what, "which would do as well"
+            assert "config.json and .safetensors" in report.findings[0].remedy and "E1230" not in codes(report)
             assert_rest(report)
 
     def test_a_file_that_cannot_be_read(self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
