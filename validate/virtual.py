@@ -64,9 +64,6 @@ class SourceMaker:
         target = self._targets[layer.entry.file]
         self._require_unchanged(_files(target, expert))
         matrices, _ = self._reader().read(target.source, expert)
-        for slot in layer.layout.record.slots:
-            if slot.part is None:  # the buffer held another record before
-                into[slot.offset : slot.offset + slot.nbytes] = bytes(slot.nbytes)
         try:
             made = encode_expert(target.header.codec, layer.layout.record, matrices, into)
         except DataError as error:

@@ -32,6 +32,7 @@ from pagestone.reader.memory_plan import (
     PROCESS,
     ROWS,
     STATE,
+    TABLE_ROWS,
     TOKENIZER,
     TRANSIENTS,
     WORKING,
@@ -40,7 +41,7 @@ from pagestone.reader.memory_plan import (
     Needs,
     plan_memory,
 )
-from pagestone.reader.model import REFERENCE, Loading
+from pagestone.reader.model import GRID, REFERENCE, Loading
 from pagestone.reader.session import Session, SessionOptions
 
 torch: Any
@@ -138,6 +139,9 @@ def test_maps_and_resident_experts(container: Container) -> None:
     assert "does not bind the page cache" in mapped.text()
     resident = planned(container, 300 * MIB, io="resident")
     assert resident.cache_bytes == all_records(container)
+    whole = dense_costs(container, mode="resident")
+    assert resident.line(DENSE) == whole.tensor_bytes > dense_costs(container).tensor_bytes, "tables are loaded whole"
+    assert resident.line(TABLE_ROWS) == whole.row_bytes == 0
     with pytest.raises(RequestError, match="all experts"):
         planned(container, resident.smallest - 1, io="resident")
 
@@ -240,6 +244,14 @@ def test_state_and_working_space(workshop: Workshop, built: Callable[[str], Path
     assert by_config.known == ESTIMATED and by_config.positions == said.positions
     assert by_config.working_bytes(tokens) >= counted.peak
     assert by_config.logit_bytes == said.logit_bytes == 40 * 2
+
+
+def test_prompts_are_counted_where_pieces_begin(container: Container) -> None:
+    """A short prompt, the longest that is worked on whole, and the longest there is; without pieces the two ends."""
+    said = host.HOST.footprint(container, Loading(prefill_piece=128), 400)
+    assert [tokens for tokens, _ in said.working] == [128, 128 + GRID - 1, 400]
+    whole = host.HOST.footprint(container, Loading(prefill_piece=None), 400)
+    assert [tokens for tokens, _ in whole.working] == [128, 400]
 
 
 def memory(layer: Any) -> list[Any]:
