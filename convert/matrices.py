@@ -15,7 +15,7 @@ import numpy as np
 from pagestone.convert.checkpoint import Checkpoint, SourceTensor
 from pagestone.convert.claims import Claims
 from pagestone.convert.dense import DenseTensor
-from pagestone.convert.family import TABLES, Family, depth_of
+from pagestone.convert.family import TABLES, Config, Family, depth_of
 from pagestone.convert.reading import SourceFiles
 from pagestone.convert.sources import Range, rows_of, whole
 from pagestone.formats import encodings
@@ -175,16 +175,20 @@ def unfit(codec: Codec, rows: int, columns: int) -> str | None:
     return "less than a page of codes" if codes.nbytes < PAGE else None
 
 
+def ties_head(*configs: Config) -> bool:
+    """Whether every statement of a config and its parts says that the head is the embedding table.
+
+    Which default holds for a model that says nothing is not ours.
+    """
+    said = [place["tie_word_embeddings"] for place in configs if "tie_word_embeddings" in place]
+    return bool(said) and all(value is True for value in said)
+
+
 def _tied(
     checkpoint: Checkpoint, codec: Codec, dense: Mapping[str, DenseTensor], claims: Claims, stay: dict[str, str]
 ) -> Iterator[EncodedMatrix]:
-    """The head of a model that ties it to its embedding table, from the table.
-
-    Only where every statement of the config says so: which default holds for a model that says nothing is not ours.
-    """
-    config, text = checkpoint.config, checkpoint.text_config
-    said = [place["tie_word_embeddings"] for place in (config, text) if "tie_word_embeddings" in place]
-    stated = bool(said) and all(value is True for value in said)
+    """The head of a model that ties it to its embedding table, from the table."""
+    stated = ties_head(checkpoint.config, checkpoint.text_config)
     for table, head in TABLES.items():
         tensor = dense.get(f"{table}.weight")
         if tensor is None or f"{head}.weight" in checkpoint.tensors or not stated:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from pagestone.convert import families
 from pagestone.convert.checkpoint import CONFIG, shard_problems
-from pagestone.convert.family import depth_of
-from pagestone.convert.matrices import dense_codec, unfit
+from pagestone.convert.family import TABLES, depth_of
+from pagestone.convert.matrices import dense_codec, ties_head, unfit
 from pagestone.convert.plan import Plan, Request, make_plan
 from pagestone.formats import encodings
 from pagestone.formats.dense_matrices import PlacedMatrix
@@ -187,21 +187,30 @@ class Examined:
 
     def with_dense(self, work: Work, word: str) -> Work | None:
         """`work` if dense matrices were encoded as `--dense` with this word would; None where that changes nothing."""
-        family, codec = families.of_config(self._config[0]), dense_codec(word)
-        if family is None or codec is None or self.container is None or work.encoded:
+        codec, gone, made = dense_codec(word), 0, 0
+        if codec is None or self.container is None or work.encoded:
             return None
-        depth, gone, made = depth_of(self._config[1]) or 0, 0, 0
-        for name, (_, entry) in dense_entries(self.container).items():
-            module = name.removesuffix(".weight")
-            if len(entry.shape) != 2 or module == name or not family.encodes(module, depth):
-                continue
+        for entry in _encoded(self.container, *self._config):
             if unfit(codec, *entry.shape) is None:
-                gone += entry.nbytes
+                gone += entry.nbytes * (2 if entry.dtype in CODES else 1)  # as `work` counts it
                 made += matrix_record(codec, *entry.shape).nbytes
         if not made:
             return None
         cached = min(work.records, work.cached + gone - made)
         return replace(work, plain=work.plain - gone, encoded=made, dense=word, cached=cached)
+
+
+def _encoded(container: Container, config: dict[str, Any], text: dict[str, Any]) -> Iterator[TensorEntry]:
+    """The dense matrices that the model's family lets be encoded; the table of a tied head is then read by rows."""
+    family, entries = families.of_config(config), {n: entry for n, (_, entry) in dense_entries(container).items()}
+    if family is None:
+        return
+    depth = depth_of(text) or 0
+    tables = [t for t, head in TABLES.items() if ties_head(config, text) and f"{head}.weight" not in entries]
+    for name, entry in entries.items():
+        module = name.removesuffix(".weight")
+        if len(entry.shape) == 2 and module != name and (family.encodes(module, depth) or module in tables):
+            yield entry
 
 
 def _decoded(container: Container) -> int:

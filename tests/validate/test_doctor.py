@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 from kits.cli import pagestone
+from kits.families import read_tensors, write_tensors
 from kits.inference import TINY, Workshop, command
+from kits.quantised import Fp8Spec
 
 from pagestone.formats import encodings, native
 from pagestone.formats.errors import RequestError
@@ -163,6 +165,35 @@ def test_dense_as_if(workshop: Workshop, word: str) -> None:
     assert changed.cached == min(work.records, work.cached + work.plain - changed.plain - changed.encoded)
     assert there.with_dense(real, "q4") is None, "encoded already"
     assert plain.with_dense(work, "keep") is None
+
+
+def other_sources(workshop: Workshop, to: Path, what: str) -> Path:
+    """tiny-moe without a head, which is tied to the table; or with FP8 codes in its dense matrices."""
+    spec = Fp8Spec(hidden=256)
+    if what == "codes":
+        return spec.write(to)
+    shutil.copytree(TINY, to, ignore=shutil.ignore_patterns("model*"))
+    write_tensors(to / "model.safetensors", {n: t for n, t in read_tensors(TINY).items() if n != "lm_head.weight"})
+    config = json.loads((TINY / "config.json").read_bytes())
+    for place in (config, config["text_config"]):
+        place["tie_word_embeddings"] = what == "tied"
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("what", ["tied", "headless", "codes"])
+def test_dense_as_if_of_others(workshop: Workshop, tmp_path: Path, what: str) -> None:
+    """The head that is made of the table counts, if it is tied; of FP8 codes what they are decoded to."""
+    source = other_sources(workshop, tmp_path / "source", what)
+    codec = "fp8" if what == "codes" else "bf16"
+    plain = examine(workshop.container(codec, source), Findings())
+    there = examine(workshop.container(codec, source, "int8"), Findings())
+    assert plain.container is not None and there.container is not None
+    changed = plain.with_dense(plain.work(plain.container, MIB), "int8")
+    real = there.work(there.container, MIB)
+    assert changed is not None and changed.encoded == real.encoded > 0
+    assert changed.plain == pytest.approx(real.plain, rel=0.02)
+    assert there.with_dense(real, "q4") is None, "encoded already, though a table is there"
 
 
 @pytest.mark.usefixtures("brief")
@@ -478,6 +509,10 @@ def test_reads_stay_within_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DirectFile, "read_into", within)
     found = rates.disk_rate(sorted(tmp_path.iterdir()), 4 * 4096, seconds=0.02)
     assert found is not None and found.reads > 0 and 4096 <= found.size <= 3 * 4096 and max(ends) <= 3 * 4096
+    ends.clear()
+    monkeypatch.setattr(rates.random, "randrange", lambda places: places - 1)
+    rates.disk_rate([tmp_path / "2"], 4096, seconds=0.02)
+    assert ends == {3 * 4096}, "the last page is one of the places"
 
 
 def test_rates_of_arithmetic() -> None:
