@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from pagestone.formats.errors import RequestError
 from pagestone.reader import memory_plan
 from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.container import Container, open_container
-from pagestone.reader.dense_costs import dense_costs
-from pagestone.reader.footprint import ESTIMATED, MEASURED, Footprint, footprint
+from pagestone.reader.dense_costs import dense_costs, likely_use
+from pagestone.reader.footprint import COMPUTED, ESTIMATED, MEASURED, Footprint, footprint
 from pagestone.reader.hosts import transformers as host
 from pagestone.reader.memory import process_memory
 from pagestone.reader.memory_plan import (
@@ -102,6 +102,25 @@ def test_every_byte_of_the_cap_has_a_line(container: Container) -> None:
     assert len(shown) == 2 + len(plan.lines) and "600 tokens" in shown[0]
     assert shown[-1].split()[0] == "experts" and "what is left" in shown[-1]
     assert json.loads(json.dumps(plan.table()))["lines"][-1]["bytes"] == plan.cache_bytes
+
+
+def test_how_dense_tensors_are_known(container: Container) -> None:
+    """Computed where a host said what the model uses of them; without one, names are believed."""
+    for use, known in ((None, ESTIMATED), (likely_use(container), COMPUTED)):
+        model = dataclasses.replace(SMALL, dense=use)
+        plan = plan_memory(container, Loading(), Needs(300 * MIB), model=model, process=SELF)
+        assert {line.known for line in plan.lines if line.name in (DENSE, TABLE_ROWS)} == {known}
+
+
+def test_a_tokenizer_that_is_there_is_counted_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a line of its own, which the line of the process is without."""
+    with Session(directory, SessionOptions(memory=6 << 30)) as session:
+        assert session.tokenizer is not None
+        session._vocabulary_bytes = 5 * MIB
+        monkeypatch.setattr(memory_plan, "process_memory", lambda: SimpleNamespace(now=100 * MIB))
+        process, tokenizer = session._process()
+    assert (tokenizer.name, tokenizer.nbytes, tokenizer.known) == (memory_plan.VOCABULARY, 5 * MIB, MEASURED)
+    assert (process.name, process.nbytes) == (PROCESS, 95 * MIB + memory_plan.GROWTH)
 
 
 def test_working_space_between_two_prompts_is_below_the_chord() -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from kits.inference import TINY, Workshop, calm, command, flip, pairwise, sequen
 from pagestone.formats import encodings, native, storage
 from pagestone.formats.errors import DataError, RequestError
 from pagestone.formats.layer_file import read_sidecar
-from pagestone.reader.budget import all_records, row_sum_bytes
+from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.cache import ExpertCache, Key, Policy, balanced
 from pagestone.reader.container import Container, Layer, View, open_container
 from pagestone.reader.dense_costs import dense_costs
@@ -678,6 +678,28 @@ def test_under_a_cap(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("memory: 6.00 GiB for everything, a context of 66 tokens") == 1  # a plan stands line by line
     assert sum(line.startswith("  interpreter and libraries ") for line in lines) == 1 and "streamed side ..." in lines
+
+
+def test_what_each_side_is_planned_for(workshop: Workshop) -> None:
+    """The logits of every token of a prompt at once; what a side that reads anew holds; the source where it is read."""
+    directory = workshop.container("int8")
+    with Session(directory, SessionOptions(memory=6 << 30)) as session:
+        record, asked = largest_record(session.container), []
+
+        def plan_for(**needs: Any) -> Any:
+            asked.append(needs)
+            return SimpleNamespace(text=lambda: "", cache_bytes=7)
+
+        session.plan_for = plan_for  # type: ignore[method-assign]
+        work = logits._Work([Prompt("a", (1, 2, 3)), Prompt("b", (1,))], 1, None)
+        for way in ("resident", "anew", "direct", "mmap"):
+            for source in (False, True):
+                assert logits._planned(session, work, way, lambda _: None, source=source) == 7
+    assert all(needs["prompt"] == needs["logits"] == 3 for needs in asked)
+    assert [needs["io"] for needs in asked[::2]] == ["resident", "direct", "direct", "mmap"]
+    held = [[line.nbytes for line in needs["extra"]] for needs in asked]
+    encoder, ahead = logits.ENCODED * record, logits.AHEAD * record
+    assert held == [[], [encoder], [ahead], [encoder, ahead], [], [encoder], [], [encoder]]
 
 
 def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
