@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from pagestone.formats.dense_matrices import DenseMatrix, PlacedMatrix
 from pagestone.formats.directories import directory
 from pagestone.formats.dtypes import VIEWS, Array
 from pagestone.formats.errors import DataError, RequestError
+from pagestone.formats.layer_file import LayerHeader
 from pagestone.formats.manifest import MANIFEST, PARTIAL, LayerEntry, Manifest, no_container
 from pagestone.formats.safetensors_header import TensorEntry
 from pagestone.formats.storage import PIECE, AnyPlace
+from pagestone.formats.strict_json import brief
 from pagestone.reader.container import Beside, Container, Layer, View, open_to_run
 from pagestone.reader.made import MadeContainer
 
@@ -130,9 +133,10 @@ class SourceMaker:
             with machine_errors(checkpoint.path / name, "reading the source"):
                 known, now = checkpoint.stamps[name], (checkpoint.path / name).stamp()
             if now != known:
-                what = next(fact for fact, a, b in zip(FACTS, known, now, strict=True) if a != b)
+                what, was, found = next(x for x in zip(FACTS, known, now, strict=True) if x[1] != x[2])
                 raise DataError(
-                    f"the source changed while it was read: its {what} is another than when it was opened",
+                    f"the source changed while it was read: its {what} is another than when it was opened, {was:,} "
+                    f"expected, found {found:,}{'' if what == FACTS[0] else ' ns'}",
                     code="E1330",
                     file=checkpoint.path / name,
                     remedy="see that nothing writes to the checkpoint, then run the same command again",
@@ -182,17 +186,38 @@ def again(container: Container, plan: Plan) -> MadeContainer:
     """
     manifest, targets = container.manifest, {t.name: t.header for t in plan.layers}
     for layer in (*container.layers.values(), *container.mtp.values()):
-        if targets.get(layer.entry.file) != layer.header:
-            raise _another("a layer of another shape, codec or name", layer.path)
-    if plan.dense_identity != (None if manifest.dense is None else manifest.dense.identity):
-        raise _another("dense matrices in another encoding", container.path)
+        target = targets.get(layer.entry.file)
+        if target != layer.header:
+            found = "none" if target is None else _facts(target)
+            raise _another("a layer of another shape, codec or name", layer.path, _facts(layer.header), found)
+    listed, made = None if manifest.dense is None else manifest.dense.identity, plan.dense_identity
+    if made != listed:
+        raise _another("dense matrices in another encoding", container.path, _encoding(listed), _encoding(made))
     headers = [targets[e.file] for e in manifest.layers]
     return MadeContainer(container.path, manifest, headers, SourceMaker(plan), container.container_id)
 
 
-def _another(what: str, file: Path) -> RequestError:
-    remedy = "give the checkpoint that this container was made from"
-    return RequestError(f"the source would give {what}", code="E1306", file=file, remedy=remedy)
+def _another(what: str, file: Path, expected: str, found: str) -> RequestError:
+    return RequestError(
+        f"the source would give {what}: {expected} expected, found {found}",
+        code="E1306",
+        file=file,
+        remedy="give the checkpoint that this container was made from",
+    )
+
+
+def _facts(header: LayerHeader) -> str:
+    """A layer in words: all that headers can differ in."""
+    shape, codec = header.shape, header.codec
+    bias = "" if shape.bias_dtype is None else f" with biases in {shape.bias_dtype}"
+    return (
+        f"{header.count} experts of {header.prefix} ({header.block} {header.layer}: {', '.join(header.part_names)}), "
+        f"{shape.hidden} by {shape.intermediate}{bias}, in {codec.name} {brief(codec.parameters)}"
+    )
+
+
+def _encoding(dense: Mapping[str, Any] | None) -> str:
+    return "matrices as they are" if dense is None else f"{dense['codec']} {brief(dense['parameters'])}"
 
 
 def neither(path: Path) -> RequestError:

@@ -215,7 +215,7 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
     for read in (lambda: made.maker.record(layer, 0, room), lambda: made.maker.dense(name)):
         with pytest.raises(DataError, match="E1330") as caught:
             read()
-        assert str(source) in str(caught.value.file)
+        assert str(source) in str(caught.value.file) and "expected, found 1 ns" in caught.value.message
     made.close()
 
 
@@ -269,10 +269,15 @@ def test_a_plan_that_gives_another_container(workshop: Workshop) -> None:
     """Records of another codec, or dense matrices in another encoding, stand for no container (E1306)."""
     container = open_container(workshop.container("int8"))
     other = make_plan(Request(TINY, encodings.get("fp8")))
-    with pytest.raises(RequestError, match=r"layers-00.*another shape, codec or name.*E1306"):
+    with pytest.raises(
+        RequestError,
+        match=r"layers-00.*another shape, codec or name: 16 experts .*int8.* expected, found 16 .*fp8.*E1306",
+    ):
         again(container, other)
     encoded = make_plan(Request(TINY, encodings.get("int8"), dense="int8"))
     assert encoded.matrices
-    with pytest.raises(RequestError, match=r"dense matrices in another encoding.*E1306"):
+    with pytest.raises(
+        RequestError, match=r"dense matrices in another encoding: matrices as they are expected, found int8 .*E1306"
+    ):
         again(container, encoded)
     again(container, make_plan(Request(TINY, encodings.get("int8")))).close()
