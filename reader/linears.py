@@ -40,9 +40,10 @@ class _NoWeight(nn.Module):
     @property
     def weight(self) -> NoReturn:
         raise RequestError(
-            f"{self.name}: a module that is only called expected, but this model's code reads its weight, which is "
-            "not in memory as such",
+            "a module that is only called expected, but this model's code reads its weight, which is not in memory "
+            "as such",
             code="E1257",
+            tensor=self.name,
             remedy="convert the checkpoint with --dense keep; run it with --io mmap where the embedding is meant",
         )
 
@@ -74,8 +75,9 @@ class EncodedLinear(_NoWeight):
                 out = (multiply(rows, self.matrix, threads, torch.float32) + self.bias.float()).to(x.dtype)
         except NonFiniteError as error:
             raise DataError(
-                f"{self.name}: finite activations expected, found {error.value} in token {error.row} of this step",
+                f"finite activations expected, found {error.value} in token {error.row} of this step",
                 code="E1232",
+                tensor=self.name,
                 remedy="`pagestone verify` tells whether the container is damaged; --experts reference lets NaN and "
                 "Inf pass, as transformers does",
             ) from None

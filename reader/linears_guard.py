@@ -36,9 +36,10 @@ def require_linear(model: Any, name: str, rows: int, columns: int, file: Path) -
         problem = f"[{theirs.out_features}, {theirs.in_features}] expected from config.json, found [{rows}, {columns}]"
     if problem is not None:
         raise RequestError(
-            f"{name}: {type(theirs).__name__} cannot be computed from an encoded matrix: {problem}",
+            f"{type(theirs).__name__} cannot be computed from an encoded matrix: {problem}",
             code="E1256",
             file=file,
+            tensor=name,
             remedy="convert the checkpoint with --dense keep; this container can be read, not run",
         )
     return theirs

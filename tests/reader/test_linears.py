@@ -116,8 +116,9 @@ def test_activations_that_are_not_finite() -> None:
 
     matrix, x = encoded("int8", 128, 64), random(2, 3, 64, dtype=torch.bfloat16)
     x[1, 2, 7] = float("inf")
-    with pytest.raises(DataError, match=r"layers\.0\.q: .*Inf in token 5 .*E1232"):
+    with pytest.raises(DataError, match=r"layers\.0\.q: .*Inf in token 5 .*E1232") as caught:
         EncodedLinear("layers.0.q", matrix, None, context(NATIVE))(x)
+    assert caught.value.tensor == "layers.0.q"
     assert not bool(EncodedLinear("layers.0.q", matrix, None, context(REFERENCE))(x)[1, 2].isfinite().all())
 
 
@@ -175,8 +176,9 @@ def test_there_is_no_weight() -> None:
     )
     for module in modules:
         for read in (lambda m: m.weight, lambda m: getattr(m, "weight", None), lambda m: hasattr(m, "weight")):
-            with pytest.raises(RequestError, match=r"model\.x: .*E1257"):
+            with pytest.raises(RequestError, match=r"model\.x: .*E1257") as caught:
                 read(module)
+            assert caught.value.tensor == "model.x"
         assert dict(module.state_dict()) == {} and "weight" not in dict(module.named_parameters())
     assert modules[0].in_features == 64 and modules[0].out_features == 128
 

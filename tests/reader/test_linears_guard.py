@@ -176,6 +176,7 @@ def test_what_is_refused_is_named(tmp_path: Path) -> None:
         require_linear(model, "part", 4, 6, tmp_path)
     with pytest.raises(RequestError, match=r"part: Linear .*does more with it.*E1256") as error:
         require_linear(owner(Owner.weight_read), "part", 6, 4, tmp_path)
+    assert error.value.tensor == "part"
     assert error.value.exit_code == 2 and "--dense keep" in str(error.value) and str(tmp_path) in str(error.value)
 
 
