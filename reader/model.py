@@ -177,7 +177,7 @@ def check_piece(piece: int | None) -> None:
         raise RequestError(
             f"pieces of a prompt of a multiple of {GRID} tokens expected, found {piece}",
             code="E1282",
-            remedy="leave it out, or give a multiple",
+            remedy=f"leave it out, or give a multiple, such as {8 * GRID}",
         )
 
 

@@ -22,6 +22,8 @@ from pagestone.reader import inputs
 from pagestone.reader.model import Model, values_of
 from pagestone.reader.text import Tokenizer
 
+EXAMPLE = '{"ctx": "The sky is", "endings": ["blue", "a fish"], "label": 0}'
+"""A line of choices."""
 FORMS = (
     '{"ctx": ..., "endings": [...], "label": 2}, '
     '{"question": ..., "choices": {"text": [...], "label": ["A", ...]}, "answerKey": "B"} or '
@@ -76,12 +78,16 @@ def read_choices(path: Path, limit: int | None) -> list[Choice]:
             said = str(error) if type(error) is ValueError else f"found {line[:60]!r}"
             raise RequestError(
                 f"line {number}: one of {FORMS} expected; {said}", code="E1315", file=path,
-                remedy="write one JSON object a line, with at least two endings and the right one among them",
+                remedy="write one JSON object a line, with at least two endings and the right one among them, such as "
+                + EXAMPLE,
             ) from None  # fmt: skip
         if len(choices) == limit:
             break
     if not choices:
-        raise RequestError("a choice a line expected, found none", code="E1315", file=path, remedy="write some")
+        raise RequestError(
+            "a choice a line expected, found none", code="E1315", file=path,
+            remedy=f"write one JSON object a line, such as {EXAMPLE}",
+        )  # fmt: skip
     return choices
 
 

@@ -317,6 +317,10 @@ def _log_probabilities(logits: Logits) -> torch.Tensor:
     return torch.from_numpy(values_of(logits)).double().log_softmax(-1)
 
 
+EXAMPLE = '{"question": "What is 2 + 2?", "answer": "4"}'
+"""A line of questions."""
+
+
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
     questions = []
@@ -326,13 +330,17 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
             questions.append((str(table["question"]), str(table["answer"])))
         except (ValueError, KeyError, TypeError):
             raise RequestError(
-                f'line {number}: {{"question": ..., "answer": ...}} expected', code="E1312", file=path,
-                remedy="write one JSON object a line",
+                f'line {number}: {{"question": ..., "answer": ...}} expected, found {line[:60]!r}',
+                code="E1312", file=path,
+                remedy=f"write one JSON object a line, such as {EXAMPLE}",
             ) from None  # fmt: skip
         if limit is not None and len(questions) == limit:
             break
     if not questions:
-        raise RequestError("a question a line expected, found none", code="E1312", file=path, remedy="write some")
+        raise RequestError(
+            "a question a line expected, found none", code="E1312", file=path,
+            remedy=f"write one JSON object a line, such as {EXAMPLE}",
+        )  # fmt: skip
     return questions
 
 

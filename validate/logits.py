@@ -94,7 +94,10 @@ def read_prompts(path: Path, session: Session) -> list[Prompt]:
 def _lines(path: Path) -> list[tuple[int, str]]:
     lines = inputs.file_lines(path)
     if not lines:
-        raise RequestError("a prompt a line expected, found none", code="E1305", file=path, remedy="write some")
+        raise RequestError(
+            "a prompt a line expected, found none", code="E1305", file=path,
+            remedy="write one a line: text for --prompts, token ids such as 12 7 401 for --ids",
+        )  # fmt: skip
     return lines
 
 

@@ -85,9 +85,11 @@ def test_lines_that_are_none(tmp_path: Path, line: Any) -> None:
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    """There is nothing to choose."""
-    with pytest.raises(RequestError, match="E1315"):
+    """There is nothing to choose; the example that is given is one that is read."""
+    with pytest.raises(RequestError, match="E1315") as caught:
         read_choices(written(tmp_path / "c"), None)
+    example = (caught.value.remedy or "").partition("such as ")[2]
+    assert len(read_choices(written(tmp_path / "c", json.loads(example)), None)) == 1
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------

@@ -89,8 +89,13 @@ def test_requests(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(RequestError, match="E1311"):
         fidelity.compare(fidelity.FidelityRequest(directory, TINY, text=tmp_path / "text"))
     (tmp_path / "questions").write_text('{"question": "x", "answer": "y"}\n{"q": 1}\n')
-    with pytest.raises(RequestError, match=r"line 2.*E1312"):
+    with pytest.raises(RequestError, match=r"line 2.*found '{\"q\": 1}'.*E1312") as caught:
         fidelity.read_questions(tmp_path / "questions", None)
+    (tmp_path / "example").write_text((caught.value.remedy or "").partition("such as ")[2])
+    assert len(fidelity.read_questions(tmp_path / "example", None)) == 1, "the example is one that is read"
+    (tmp_path / "example").write_text("\n")
+    with pytest.raises(RequestError, match=r"found none.*E1312.*\n.*such as {"):
+        fidelity.read_questions(tmp_path / "example", None)
     assert fidelity.read_questions(tmp_path / "questions", 1) == [("x", "y")]
 
 

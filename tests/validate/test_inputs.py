@@ -58,6 +58,17 @@ def test_ids(tmp_path):
     assert [(p.name, p.ids) for p in logits.read_ids(tmp_path / "ids", 10)] == [("line 1", (1, 2)), ("line 3", (3, 9))]
 
 
+def test_no_prompts(tmp_path):
+    """E1305 with an example that is read."""
+    (tmp_path / "ids").write_text("\n")
+    with pytest.raises(RequestError, match=r"found none.*E1305") as error:
+        logits.read_ids(tmp_path / "ids", 500)
+    example = re.search(r"such as ([\d ]+) for --ids", error.value.remedy or "")
+    assert example is not None
+    (tmp_path / "ids").write_text(example[1])
+    assert [p.ids for p in logits.read_ids(tmp_path / "ids", 500)] == [(12, 7, 401)]
+
+
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "9" * 30 + "GiB", "4EiB", "4194304TiB", "0", "0.1", "0.4b",
                                   "1e5", "inf", "nan", "-1", "", "1..5", "0x10", "GiB"])  # fmt: skip
 def test_sizes_that_are_none(text):
