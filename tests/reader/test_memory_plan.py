@@ -265,6 +265,19 @@ def test_state_and_working_space(workshop: Workshop, built: Callable[[str], Path
     assert by_config.logit_bytes == said.logit_bytes == 40 * 2
 
 
+def test_state_of_layers_that_are_alike() -> None:
+    """One layer of a kind is fed, and counts for all that are like it: of all tokens, of a window, of one size."""
+    from pagestone.reader.rehearsal import _state
+
+    held = [torch.empty(1, 2, 100, 8, dtype=torch.bfloat16), torch.empty(1, 2, 100, 4, dtype=torch.bfloat16)]
+    full = SimpleNamespace(_buffers=held, is_sliding=False, room=100)
+    window = SimpleNamespace(_buffers=held, is_sliding=True, sliding_window=8, room=100)
+    fixed = SimpleNamespace(conv_states={0: torch.empty(3)}, recurrent_states=torch.empty(5))
+    state = SimpleNamespace(layers=[full, window, fixed])
+    row = 2 * (8 + 4) * 2
+    assert _state(state, {0: 3, 1: 5, 2: 7}) == (3 * row, ((16, 5 * row),), 7 * (3 + 5) * 4)
+
+
 def test_prompts_are_counted_where_pieces_begin(container: Container) -> None:
     """A short prompt, the longest that is worked on whole, and the longest there is; without pieces the two ends."""
     said = host.HOST.footprint(container, Loading(prefill_piece=128), 400)
@@ -492,6 +505,24 @@ def test_the_plan_is_kept(directory: Path) -> None:
     assert lines["tokenizer"]["known"] == lines[PROCESS]["known"] == "measured"
     planned_bytes = sum(line["bytes"] for line in found["plan"]["lines"])
     assert found["peak"] > 0.6 * planned_bytes, "a plan that is twice what is taken wastes what experts could have"
+
+
+@pytest.mark.parametrize("io", ["direct", "resident"])
+def test_the_cache_is_what_the_plan_leaves(directory: Path, monkeypatch: pytest.MonkeyPatch, io: str) -> None:
+    """Not a share of what is free; and no budget where there is no cache."""
+    opened = []
+    with Session(directory, SessionOptions(io, memory=6 << 30)) as session:
+        assert session.plan is not None
+        session.__dict__["plan"] = dataclasses.replace(session.plan, cache_bytes=3 * largest_record(session.container))
+        real = session.open_store
+
+        def open_store(io: str, budget: int | None, *rest: Any) -> Any:
+            opened.append(budget)
+            return real(io, budget, *rest)
+
+        monkeypatch.setattr(session, "open_store", open_store)
+        _ = session.model
+        assert opened == [session.plan.cache_bytes if io == "direct" else None]
 
 
 def test_run_says_the_plan_first(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -515,6 +515,21 @@ def test_reads_stay_within_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ends == {3 * 4096}, "the last page is one of the places"
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_the_page_cache_holds_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Where reads go through it: else memory would be measured."""
+    (tmp_path / "f").write_bytes(bytes(3 * 4096 + 1))
+    forgotten: list[int] = []
+    opened = DirectFile(tmp_path / "f", direct=direct)
+    mode = opened.mode
+    opened.close()
+    monkeypatch.setattr(rates, "DirectFile", lambda path: DirectFile(path, direct=direct))
+    monkeypatch.setattr(DirectFile, "forget", lambda self, nbytes: forgotten.append(nbytes))
+    found = rates.disk_rate([tmp_path / "f"], 4096, seconds=0.02)
+    assert found is not None and found.mode == mode
+    assert forgotten == ([3 * 4096] if mode == "buffered" else [])
+
+
 def test_rates_of_arithmetic() -> None:
     """Products and encoders go at some speed, and twice the work takes twice as long."""
     for name in encodings.registry():
@@ -598,6 +613,10 @@ def test_what_helps_comes_first() -> None:
     assert disk.token.reading == pytest.approx(now.reading / 2 if now.reading else 0)
     more = Help("more", forecast(replace(WORK, cached=WORK.records), RATES))
     assert [h.what for h in best(now, [Help("same", now), disk, more])] == ["more", "a disk 2 times as fast"]
+    assert now.per_second is not None
+    little, enough = (SimpleNamespace(per_second=share * now.per_second) for share in (1.01, 1.03))
+    changes = [Help("little", little), Help("enough", enough)]  # type: ignore[arg-type]
+    assert [h.what for h in best(now, changes)] == ["enough"], "one in a hundred is no help"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
