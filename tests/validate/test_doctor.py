@@ -30,7 +30,8 @@ from pagestone.reader.budget import all_records, largest_record, row_sum_bytes
 from pagestone.reader.container import open_container
 from pagestone.reader.dense_costs import dense_costs
 from pagestone.reader.memory import available_memory, group_room
-from pagestone.validate import doctor, rates
+from pagestone.reader.memory_plan import LIBRARIES
+from pagestone.validate import doctor, examined, rates
 from pagestone.validate.doctor import Report, diagnose
 from pagestone.validate.examined import Findings, as_if, examine
 from pagestone.validate.forecast import (
@@ -317,6 +318,16 @@ class TestGoesOn:
         assert [row.token is None for row in report.rows] == [True, True, False] or report.rows[2].token is None
         assert "at least" in report.rows[0].refused and report.disk is not None
         assert_rest(report)
+
+    def test_a_cap_in_which_the_tokenizer_is_not_loaded(
+        self, workshop: Workshop, monkeypatch: pytest.MonkeyPatch, without_torch: None
+    ) -> None:
+        """What run would refuse is foretold: loading takes more than the tokenizer does later."""
+        monkeypatch.setattr(examined, "loading_bytes", lambda root, process: process + 3 * GIB)
+        report = diagnose(workshop.container("int8"), 3 * GIB)
+        assert codes(report) == ["E1220", "E1271"] and "while the tokenizer is loaded" in report.findings[1].what
+        (row,) = (row for row in report.rows if row.cap == 6 * GIB)
+        assert row.token is not None and f"{3 * GIB + LIBRARIES:,} bytes" in report.findings[1].what
 
     def test_more_than_is_free(self, workshop: Workshop) -> None:
         asked = 2 * (available_memory() or 0)
