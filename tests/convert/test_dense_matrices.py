@@ -312,6 +312,13 @@ def test_codes_of_an_fp8_source_are_encoded_again(tmp_path, scales, dense):
     assert not verify(tmp_path / "out", source=source).findings
 
 
+def test_scales_that_are_not_taken_decide_no_type(tmp_path):
+    """Of blocks of another size nothing is passed through: the encoding's own scales stay BF16."""
+    source = Fp8Spec(hidden=384, block=(64, 64), scale_dtype="F32").write(tmp_path / "source")
+    dense = run(source, tmp_path / "out", "bf16", dense="fp8").manifest.dense
+    assert dense.parameters == {"block": 128, "scale_dtype": "BF16"}
+
+
 def _without_o(tensors):
     return {name: t for name, t in tensors.items() if not name.startswith(OUT)}
 

@@ -41,7 +41,7 @@ from pagestone.reader.memory_plan import (
     Needs,
     plan_memory,
 )
-from pagestone.reader.model import GRID, REFERENCE, Loading
+from pagestone.reader.model import GRID, NATIVE, REFERENCE, Loading
 from pagestone.reader.session import Session, SessionOptions
 
 torch: Any
@@ -149,6 +149,19 @@ def test_products_that_decode_take_more(container: Container, workshop: Workshop
     assert planned(plain, 200 * MIB, Loading(REFERENCE)).line(memory_plan.PRODUCTS) == 0
     more = plan_memory(container, Loading(), Needs(200 * MIB), model=SMALL, process=SELF, extra=[Line("mine", MIB)])
     assert more.line("mine") == MIB
+
+
+def test_dense_products_that_decode_take_more(workshop: Workshop) -> None:
+    """By the products of linear layers, whatever multiplies experts: one matrix decoded."""
+    dense = open_container(workshop.container("int8", dense="int8"))
+    largest = dense_costs(dense).decoded_bytes
+    for how, decoded in (
+        (Loading(REFERENCE, linears=NATIVE), 0),
+        (Loading(NATIVE, linears=REFERENCE), 3 * largest),
+        (Loading(REFERENCE), 3 * largest),
+        (Loading(NATIVE), 0),
+    ):
+        assert planned(dense, 300 * MIB, how).line(memory_plan.DECODED) == decoded
 
 
 def test_maps_and_resident_experts(container: Container) -> None:
@@ -544,7 +557,10 @@ def test_less_memory_than_the_cap_is_said(directory: Path, monkeypatch: pytest.M
     """A cap that the machine does not have is not refused, as others may let go of theirs; but it is said."""
     from pagestone.reader import session as module
 
-    for free, said in ((100 * MIB, True), (90 << 30, False), (None, False)):
+    held = process_memory()
+    assert held is not None
+    enough = (64 << 30) - held.now // 2  # with what this process has already
+    for free, said in ((100 * MIB, True), (90 << 30, False), (enough, False), (None, False)):
         monkeypatch.setattr(module, "available_memory", lambda free=free: free)
         with Session(directory, SessionOptions(memory=64 << 30)) as session:
             assert session.plan is not None

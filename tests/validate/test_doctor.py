@@ -153,6 +153,15 @@ def test_as_if_is_what_conversion_makes(workshop: Workshop) -> None:
             assert known.work(made, MIB) == examine(workshop.container(name), Findings()).work(real, MIB)
 
 
+def test_layers_without_experts_are_called_too(workshop: Workshop) -> None:
+    """The calls of a token are those of all layers that the config states, its experts those of layers that have any."""
+    known = examine(workshop.container("int8"), Findings())
+    assert known.container is not None and known.depth == len(known.container.layers)
+    known.__dict__["depth"] = known.depth + 3
+    work = known.work(known.container, MIB)
+    assert (work.depth, work.layers) == (known.depth, len(known.container.layers))
+
+
 @pytest.mark.parametrize("word", ["int8", "q4"])
 def test_dense_as_if(workshop: Workshop, word: str) -> None:
     """What --dense would make of the dense matrices: as many bytes as in a container that has it."""

@@ -702,6 +702,23 @@ def test_what_each_side_is_planned_for(workshop: Workshop) -> None:
     assert held == [[], [encoder], [ahead], [encoder, ahead], [], [encoder], [], [encoder]]
 
 
+@pytest.mark.parametrize(("side", "way"), [(logits.resident_model, "direct"), (logits.anew_model, "anew")])
+def test_dense_tensors_come_as_records_do(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, side: Callable[..., Any], way: str
+) -> None:
+    """The side that reads records by another path than the cache's reads dense tensors by that path too."""
+    asked, real = [], host.load_dense
+
+    def load_dense(container: Any, names: Any, mode: str, **how: Any) -> Any:
+        asked.append(mode)
+        return real(container, names, mode, **how)
+
+    monkeypatch.setattr(host, "load_dense", load_dense)
+    with Session(workshop.container("int8"), SessionOptions()) as session:
+        side(session).close()
+    assert asked == [way]
+
+
 def test_a_cap_that_is_too_small(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused with the numbers before anything runs; and a budget beside it."""
     directory = workshop.container("int8")

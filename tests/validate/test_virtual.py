@@ -219,6 +219,22 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
     made.close()
 
 
+def test_a_source_whose_matrices_change(tmp_path: Path) -> None:
+    """So are matrices that are encoded, as for a conversion with --dense."""
+    source = shutil.copytree(TINY, tmp_path / "source")
+    prepare(source, tmp_path / "c", encodings.get("int8"), workers=1, dense="int8")
+    plan = make_plan(Request(source, encodings.get("int8"), dense="int8"))
+    made = again(open_container(tmp_path / "c"), plan)
+    name, placed = next(iter(made.maker.matrices().items()))
+    room = memoryview(bytearray(placed.record.nbytes))
+    made.maker.matrix(name, room)
+    for file in source.glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    with pytest.raises(DataError, match="E1330"):
+        made.maker.matrix(name, room)
+    made.close()
+
+
 def test_the_table_by_rows(workshop: Workshop, tmp_path: Path) -> None:
     """The embedding table of a source is read by rows, each once while it is kept; a change of the source is seen."""
     source = shutil.copytree(TINY, tmp_path / "source")
