@@ -520,6 +520,16 @@ def test_the_plan_is_kept(directory: Path) -> None:
     assert found["peak"] > 0.6 * planned_bytes, "a plan that is twice what is taken wastes what experts could have"
 
 
+def test_the_longest_prompt_is_asked_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host counts prompts up to the longest that may come: nothing is taken from beyond what was counted."""
+    for context, prompt, longest in ((None, None, 8192), (100, None, 8192), (9000, None, 9000), (100, 10000, 10000)):
+        asked: list[int] = []
+        with Session(directory, SessionOptions(memory=64 << 30, context=context)) as session:
+            monkeypatch.setattr(session, "_footprint", lambda tokens, asked=asked: asked.append(tokens))
+            session.plan_for(prompt=prompt)
+        assert asked == [longest]
+
+
 @pytest.mark.parametrize("io", ["direct", "resident"])
 def test_the_cache_is_what_the_plan_leaves(directory: Path, monkeypatch: pytest.MonkeyPatch, io: str) -> None:
     """Not a share of what is free; and no budget where there is no cache."""
@@ -564,4 +574,5 @@ def test_less_memory_than_the_cap_is_said(directory: Path, monkeypatch: pytest.M
         monkeypatch.setattr(module, "available_memory", lambda free=free: free)
         with Session(directory, SessionOptions(memory=64 << 30)) as session:
             assert session.plan is not None
+            assert ("more can be had" in session.plan.text()) == said
             assert ("only 100.00 MiB more can be had" in session.plan.text()) == said

@@ -154,7 +154,7 @@ def test_as_if_is_what_conversion_makes(workshop: Workshop) -> None:
 
 
 def test_layers_without_experts_are_called_too(workshop: Workshop) -> None:
-    """The calls of a token are those of all layers that the config states, its experts those of layers that have any."""
+    """The calls of a token are those of all layers of the config, its experts those of layers that have any."""
     known = examine(workshop.container("int8"), Findings())
     assert known.container is not None and known.depth == len(known.container.layers)
     known.__dict__["depth"] = known.depth + 3
