@@ -18,6 +18,7 @@ from kits.checkpoints import Spec
 from kits.conversions import prepare
 from kits.families import MODELS, SIZES, build, read_tensors, write_tensors
 from kits.inference import TINY, Workshop, calm, command, equal, logits_of, model, sequence
+from kits.quantised import Fp8Spec
 from kits.storage import MemoryStorage
 
 from pagestone.convert.plan import Request, make_plan
@@ -232,6 +233,19 @@ def test_a_source_whose_matrices_change(tmp_path: Path) -> None:
         os.utime(file, ns=(1, 1))
     with pytest.raises(DataError, match="E1330"):
         made.maker.matrix(name, room)
+    made.close()
+
+
+def test_scales_in_a_file_that_changes(tmp_path: Path) -> None:
+    """A dense tensor that is decoded is held to the stamps of all files that it is made of."""
+    made = open_virtual(Fp8Spec(shards=4).write(tmp_path / "source"))
+    dense = made.maker._dense.values()
+    tensor = next(t for _, t in dense if any(r.tensor.file != t.source.file for r in t.stored.values()))
+    made.maker.dense(tensor.name)
+    other = next(r.tensor.file for r in tensor.stored.values() if r.tensor.file != tensor.source.file)
+    os.utime(tmp_path / "source" / other, ns=(1, 1))
+    with pytest.raises(DataError, match="E1330"):
+        made.maker.dense(tensor.name)
     made.close()
 
 
