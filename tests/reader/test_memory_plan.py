@@ -321,6 +321,13 @@ def test_a_model_that_cannot_be_rehearsed(directory: Path, monkeypatch: pytest.M
     assert said.known == ESTIMATED and said.dense is not None
     assert said.state_bytes(77) == footprint(directory).state_bytes(77)
 
+    def short(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(rehearsal, "rehearse", short)
+    with pytest.raises(MemoryError):
+        host.HOST.footprint(opened, Loading(), 512)
+
 
 def test_the_last_token_is_copied_out(workshop: Workshop) -> None:
     """The head is not given a view into a prompt, over which torch's product is slow and copies all weights."""
