@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from pagestone.formats.dtypes import Array
-from pagestone.formats.errors import RequestError
-from pagestone.formats.strict_json import loads
-from pagestone.reader import inputs
 from pagestone.reader.model import Model, values_of
 from pagestone.reader.text import Tokenizer
+from pagestone.validate import requests
+from pagestone.validate.requests import label, text
 
 EXAMPLE = '{"ctx": "The sky is", "endings": ["blue", "a fish"], "label": 0}'
 """A line of choices."""
@@ -70,58 +69,29 @@ class ChoiceResult:
 
 def read_choices(path: Path, limit: int | None) -> list[Choice]:
     """The choice of every line; `RequestError` (E1315) for a line that is none of `FORMS`."""
-    choices = []
-    for number, line in inputs.file_lines(path):
-        try:
-            choices.append(_choice(loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            said = str(error) if type(error) is ValueError else f"found {line[:60]!r}"
-            raise RequestError(
-                f"line {number}: one of {FORMS} expected; {said}", code="E1315", file=path,
-                remedy="write one JSON object a line, with at least two endings and the right one among them, such as "
-                + EXAMPLE,
-            ) from None  # fmt: skip
-        if len(choices) == limit:
-            break
-    if not choices:
-        raise RequestError(
-            "a choice a line expected, found none", code="E1315", file=path,
-            remedy=f"write one JSON object a line, such as {EXAMPLE}",
-        )  # fmt: skip
-    return choices
+    return requests.json_lines(path, limit, _choice, code="E1315", forms=f"one of {FORMS}", example=EXAMPLE)
 
 
 def _choice(table: Any) -> Choice:
     if "endings" in table:
-        return _checked(_text(table["ctx"]), table["endings"], _number(table["label"]))
-    context, choices = ASKED.format(_text(table["question"])), table["choices"]
+        return _checked(text(table["ctx"]), table["endings"], _number(table["label"]))
+    context, choices = ASKED.format(text(table["question"])), table["choices"]
     if isinstance(choices, Mapping):
-        labels = [_label(x) for x in choices["label"]]
+        labels = [label(x) for x in choices["label"]]
         if len(labels) != len(choices["text"]):
             raise ValueError("as many labels as texts expected")
-        return _checked(context, choices["text"], _only(labels, _label(table["answerKey"])))
+        return _checked(context, choices["text"], _only(labels, label(table["answerKey"])))
     answer = table["answer"]
-    return _checked(context, choices, answer if type(answer) is int else _only(choices, _text(answer)))
+    return _checked(context, choices, answer if type(answer) is int else _only(choices, text(answer)))
 
 
 def _checked(context: str, endings: Any, right: int) -> Choice:
     if type(endings) is not list or len(endings) < FEWEST:
         raise ValueError(f"a list of at least {FEWEST} endings expected")
-    texts = tuple(_text(ending) for ending in endings)
+    texts = tuple(text(ending) for ending in endings)
     if not 0 <= right < len(texts):
         raise ValueError(f"the right ending's number below {len(texts)} expected, found {right}")
     return Choice(context, texts, right)
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or not value.strip():
-        raise ValueError(f"a text expected, found {value!r:.40}")
-    return value
-
-
-def _label(value: Any) -> str:
-    """Labels are letters, or numbers that some files write as such."""
-    return str(value) if type(value) is int else _text(value)
 
 
 def _number(value: Any) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagestone.convert.checkpoint import open_checkpoint
 from pagestone.formats.errors import RequestError
-from pagestone.formats.strict_json import MAX_COUNT, loads
+from pagestone.formats.strict_json import MAX_COUNT
 from pagestone.formats.text import shown_lines, with_parameters
 from pagestone.reader import hosts, inputs
 from pagestone.reader.decoding import spoken
@@ -323,25 +323,10 @@ EXAMPLE = '{"question": "What is 2 + 2?", "answer": "4"}'
 
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """(question, answer) of every line; `RequestError` for a line that has none."""
-    questions = []
-    for number, line in inputs.file_lines(path):
-        try:
-            table = loads(line)
-            questions.append((str(table["question"]), str(table["answer"])))
-        except (ValueError, KeyError, TypeError):
-            raise RequestError(
-                f'line {number}: {{"question": ..., "answer": ...}} expected, found {line[:60]!r}',
-                code="E1312", file=path,
-                remedy=f"write one JSON object a line, such as {EXAMPLE}",
-            ) from None  # fmt: skip
-        if limit is not None and len(questions) == limit:
-            break
-    if not questions:
-        raise RequestError(
-            "a question a line expected, found none", code="E1312", file=path,
-            remedy=f"write one JSON object a line, such as {EXAMPLE}",
-        )  # fmt: skip
-    return questions
+    return requests.json_lines(
+        path, limit, lambda table: (requests.text(table["question"]), requests.label(table["answer"])),
+        code="E1312", forms='{"question": ..., "answer": ...}', example=EXAMPLE,
+    )  # fmt: skip
 
 
 def over_questions(

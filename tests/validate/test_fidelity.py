@@ -97,6 +97,15 @@ def test_requests(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(RequestError, match=r"found none.*E1312.*\n.*such as {"):
         fidelity.read_questions(tmp_path / "example", None)
     assert fidelity.read_questions(tmp_path / "questions", 1) == [("x", "y")]
+    (tmp_path / "questions").write_text('{"question": "2 + 2?", "answer": 4}\n')
+    assert fidelity.read_questions(tmp_path / "questions", None) == [("2 + 2?", "4")]
+    for wrong in ('"answer": null', '"answer": ["y"]', '"answer": true', '"answer": " "', '"answer": 1.5'):
+        (tmp_path / "questions").write_text(f'{{"question": "x", {wrong}}}\n')
+        with pytest.raises(RequestError, match=r"line 1.*a text expected.*E1312"):
+            fidelity.read_questions(tmp_path / "questions", None)
+    (tmp_path / "questions").write_text('{"question": null, "answer": "y"}\n')
+    with pytest.raises(RequestError, match="E1312"):
+        fidelity.read_questions(tmp_path / "questions", None)
 
 
 def test_windows() -> None:
