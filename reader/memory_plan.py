@@ -92,10 +92,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Everything a running model takes; `lines` and `cache_bytes` together are the cap.
+    """Everything a running model takes; `lines` and `cache_bytes` together are the cap, or less where less is needed.
 
-    `cache_bytes` are for expert records. `smallest` is the least cap with which this would run at all: a cache of one
-    record, and the context asked for, or the least that is chosen. `records` are all records there are.
+    `cache_bytes` are for expert records: what is left, at most all of them. `smallest` is the least cap with which this
+    would run at all: a cache of one record, and the context asked for, or the least that is chosen. `records` are all
+    records there are.
     """
 
     cap: int

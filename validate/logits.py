@@ -50,7 +50,7 @@ DIGITS = 19
 RESIDENT = "resident"
 AHEAD = 2
 """Records that the side which reads anew reads while another is multiplied: as the streamed side has threads."""
-ENCODED = 12
+ENCODING = 12
 """Of a record's bytes: what encoding it from the source takes, the source's arrays and float32 among them."""
 SPREAD = 4
 """By default the budget is 1/SPREAD of all records: small enough that experts come and go."""
@@ -268,7 +268,7 @@ def _planned(
     """
     if session.options.memory is None:
         return None
-    extra = [Line("an expert of the source", ENCODED * largest_record(session.container), ESTIMATED)] if source else []
+    extra = [Line("an expert of the source", ENCODING * largest_record(session.container), ESTIMATED)] if source else []
     if way == ANEW:
         extra.append(Line("records read ahead", AHEAD * largest_record(session.container)))
     io = way if way in (RESIDENT, "mmap") else "direct"

@@ -698,7 +698,7 @@ def test_what_each_side_is_planned_for(workshop: Workshop) -> None:
     assert all(needs["prompt"] == needs["logits"] == 3 for needs in asked)
     assert [needs["io"] for needs in asked[::2]] == ["resident", "direct", "direct", "mmap"]
     held = [[line.nbytes for line in needs["extra"]] for needs in asked]
-    encoder, ahead = logits.ENCODED * record, logits.AHEAD * record
+    encoder, ahead = logits.ENCODING * record, logits.AHEAD * record
     assert held == [[], [encoder], [ahead], [encoder, ahead], [], [encoder], [], [encoder]]
 
 
